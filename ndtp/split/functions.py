@@ -174,13 +174,20 @@ def guard_functions(model: nn.Module | None = None) -> None:
 
 
 def _namespaces(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """Yield the attributes of a model's modules, and those of the Python modules that define their classes: both may
-    hold an `apply` from before (`quantize = Quantize.apply`).
+    """Yield the attributes of a model's modules, and those of the Python modules that define their classes or a
+    function of autograd: each may hold an `apply` from before (`quantize = Quantize.apply`).
     """
     yield from map(vars, model.modules())
-    for name in {kind.__module__ for part in model.modules() for kind in type(part).__mro__}:
+    kinds = {kind for part in model.modules() for kind in type(part).__mro__} | {*_below(Function)}
+    for name in {kind.__module__ for kind in kinds}:
         if name.partition(".")[0] not in ("torch", "builtins", "ndtp") and name in sys.modules:
             yield vars(sys.modules[name])
+
+
+def _below(kind: Any) -> Iterator[Any]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from _below(each)
 
 
 def _is_apply(value: Any) -> bool:
