@@ -123,6 +123,8 @@ def test_cache(ranks):
 
 def check_rows_that_end():
     """Along dp, where the rows of one rank end long before those of the other."""
+    import peft
+
     mesh = mesh_of(Grid(dp=2))
     dense = build("LlamaForCausalLM", num_hidden_layers=1)
     model = ndtp.parallelize(build("LlamaForCausalLM", num_hidden_layers=1), mesh)
@@ -130,13 +132,18 @@ def check_rows_that_end():
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids[:1])}
     free = dense.generate(ids[:1], **options)
     ends = free[0, ids.shape[1] + 1].item()  # what the first row says second
-    lengths = []
-    for each, rows in ((dense, (0, 1)), (model, (mesh.rank,))):
-        for row in rows:
-            lengths.append(each.generate(ids[row : row + 1], eos_token_id=ends, **options).shape[1])
-    assert lengths[2] == lengths[mesh.rank] and lengths[0] < lengths[1], lengths
-    with torch.no_grad():
-        model(ids[:1])
+    lengths = [dense.generate(row, eos_token_id=ends, **options).shape[1] for row in ids[:2].split(1)]
+    assert lengths[0] < lengths[1], lengths
+    mine = ids[mesh.rank : mesh.rank + 1]
+    adapted = peft.get_peft_model(
+        build("LlamaForCausalLM", num_hidden_layers=1), peft.LoraConfig(target_modules=["q_proj"])
+    )
+    adapted = ndtp.parallelize(adapted, mesh)  # whose `generate` takes whatever it is given
+    for each, more in ((model, {}), (model, {"synced_gpus": False}), (adapted, {})):  # as Seq2SeqTrainer says
+        found = each.generate(input_ids=mine, eos_token_id=ends, **options, **more)
+        assert found.shape[1] == lengths[mesh.rank], more
+        with torch.no_grad():
+            each(input_ids=ids[:1])
     with pytest.raises(LayoutError, match="prompt_lookup_num_tokens= along an axis"):
         model.generate(ids[:1], prompt_lookup_num_tokens=2, **options)
 

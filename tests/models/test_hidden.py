@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from own_functions import Sorted
 from products import mesh_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -222,19 +223,6 @@ def check_reentrant():
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`")
 def test_checkpoints_one_behind_the_other_and_inside(ranks):
     ranks(2).run(check_reentrant)
-
-
-class Sorted(torch.autograd.Function):
-    """A function whose code would take a shard for the whole."""
-
-    @staticmethod
-    def forward(ctx, x):
-        y, ctx.order = x.sort(-1)
-        return y
-
-    @staticmethod
-    def backward(ctx, grad):
-        return torch.zeros_like(grad).scatter(-1, ctx.order, grad)
 
 
 class Tripled(torch.autograd.Function):

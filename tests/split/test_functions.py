@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from own_functions import Sorted
 from products import mesh_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -76,20 +77,7 @@ def test_what_is_recomputed(ranks):
     ranks(2).run(check)
 
 
-class Sorted(torch.autograd.Function):
-    """A function whose code would see a shard, and whose `apply` was taken before any model was split."""
-
-    @staticmethod
-    def forward(ctx, x):
-        y, ctx.order = x.sort(-1)
-        return y
-
-    @staticmethod
-    def backward(ctx, grad):
-        return torch.zeros_like(grad).scatter(-1, ctx.order, grad)
-
-
-in_order = _GIVEN.__get__(None, Sorted)
+in_order = _GIVEN.__get__(None, Sorted)  # taken before any model was split
 
 # A Python module of its own, which has a function of autograd and uses it by a name of its own.
 ELSEWHERE = types.ModuleType("functions_elsewhere")
