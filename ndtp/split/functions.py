@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -68,7 +68,7 @@ def _ruled(cls: Any, args: Any, kwargs: Any) -> Any:
     if cls is CheckpointFunction:
         return _given(_Checkpoint, *map(_computed, args), **kwargs)
     if cls is _SAVES_INPUTS:
-        return _given(cls, *map(_computed, args), **kwargs)
+        return _saved_inputs(*map(_computed, args))
     for take in () if cls.__module__.startswith("torch.") else OTHER_KINDS:  # a backward hook's hands its inputs on
         result = take(_Named(cls), partial(_given, cls) if TABLE.get(cls) is elementwise else None, args, kwargs)
         if result is not NotImplemented:
@@ -139,7 +139,7 @@ def _of_computed(save_inputs: Any) -> Any:
 
     def save(frame: Any, *args: Any) -> None:
         args = tuple(_computed(x) if isinstance(x, Tensor) else x for x in args)
-        frame.ndtp_forms = [x.form() if hasattr(type(x), "form") else None for x in args]
+        frame.ndtp_forms = _forms(args)
         save_inputs(frame, *args)
 
     return save
@@ -150,13 +150,30 @@ def _in_form(get_inputs: Any) -> Any:
 
     def get(frame: Any) -> list[Any]:
         given = list(get_inputs(frame))
-        forms = getattr(frame, "ndtp_forms", None) or [None] * len(given)
-        return [
-            x if form is None or type(x) is not Tensor else form.enter(x.view_as(x))
-            for x, form in zip(given, forms, strict=True)
-        ]
+        return _with_forms(given, getattr(frame, "ndtp_forms", None) or [None] * len(given))
 
     return get
+
+
+def _saved_inputs(*args: Any) -> Any:
+    """Save the inputs of a checkpoint as torch 2.11 does, which asks for them by a function that it keeps."""
+    made = _given(_SAVES_INPUTS, *args)
+    if (node := made.grad_fn) is not None:
+        get_args, forms = node.get_args, _forms(args[1:])  # the first one is no input
+        node.get_args = lambda saved: _with_forms(get_args(saved), forms)
+    return made
+
+
+def _forms(inputs: Sequence[Any]) -> list[Any]:
+    return [x.form() if hasattr(type(x), "form") else None for x in inputs]
+
+
+def _with_forms(saved: Sequence[Any], forms: Sequence[Any]) -> list[Any]:
+    """Return inputs as they were given, of which hooks may have kept the shards alone."""
+    return [
+        x if form is None or type(x) is not Tensor else form.enter(x.view_as(x))
+        for x, form in zip(saved, forms, strict=True)
+    ]
 
 
 def guard_functions(model: nn.Module | None = None) -> None:
