@@ -187,6 +187,15 @@ class GridTensor(torch.Tensor):
         made.ndtp_is_sum = True
         return made
 
+    def _stable_hash_for_caching(self) -> str:
+        """Keep graphs that take it out of the compiler's cache on disk: their operations belong to this grid's groups.
+
+        Without it the compiler tries to pickle the grid, and prints a traceback.
+        """
+        from torch._inductor.codecache import BypassFxGraphCache
+
+        raise BypassFxGraphCache("ndtp: a graph that takes parameters of a grid is in no cache")
+
     # What a distributed checkpoint of torch asks for; padding is in none.
 
     def __create_chunk_list__(self) -> Any:

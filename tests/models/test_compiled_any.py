@@ -1,6 +1,8 @@
 """`torch.compile` of a model that is split as a whole, and of its parts: they run as they are."""
 
 import copy
+import logging
+import shutil
 import warnings
 
 import pytest
@@ -177,3 +179,26 @@ def check_names():
 
 def test_classes_keep_their_names(ranks):
     ranks(2).run(check_names)
+
+
+def check_cache():
+    """A graph of parameters of a grid, which the compiler's cache on disk passes by without a word."""
+    import torch._inductor.config
+
+    torch._inductor.config.compile_threads = 1
+    torch.compiler.config.force_disable_caches = False
+    p = ndtp.parallelize(stock(), mesh_of(Grid(x=2)), scheme="1d-sp").model.layers[0].mlp.up_proj.weight.detach()
+    said = []
+    log = logging.getLogger("torch._inductor.codecache")
+    log.addFilter(lambda record: said.append(record.getMessage()))
+    with warnings.catch_warnings(record=True) as warned:
+        made = torch.compile(lambda p: p * 2 + 1)(p)
+    assert torch.equal(made.full_tensor(), p.full_tensor() * 2 + 1)
+    assert not said
+    assert not [each for each in warned if "GridTensor" in str(each.message)]
+
+
+@pytest.mark.real
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor_says_nothing_of_its_cache(ranks):
+    ranks(2).run(check_cache)
