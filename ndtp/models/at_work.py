@@ -42,7 +42,7 @@ def reads_parameters(model: nn.Module, frame: Frame, compiles: bool = False) -> 
     if isinstance(model, AtWork):
         return
     made = {"__module__": theirs.__module__, "__qualname__": theirs.__qualname__}
-    rows = OwnRows(frame.mesh, frame.outside.dims[0])
+    rows = OwnRows(frame.mesh, frame.outside.dims[0], theirs.__name__)
     methods = {name: _noting(theirs, name, frame, rows, compiles) for name in ("forward", *computing(theirs))}
     model.__class__ = made_class(theirs.__name__, (AtWork, theirs), made | methods)
 

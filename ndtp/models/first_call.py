@@ -112,7 +112,7 @@ class FirstCall:
         try:
             with torch.inference_mode(False):
                 mesh = split.mesh
-                with OwnRows(mesh, split.frame.outside.dims[0]).while_running():
+                with OwnRows(mesh, split.frame.outside.dims[0], type(model).__name__).while_running():
                     seen = observe_call(model, args, kwargs)
                 by_rank = differing(mesh.groups, repr(seen)) if mesh.groups.kind.has_peers else None
                 if by_rank is not None:

@@ -191,7 +191,7 @@ def parallelize(
         else:
             by_name = named_layouts(values, model, mesh.grid, axes) if is_mixed else {}
             split = AnyModel(model, mesh, layouts, left, by_name=by_name, **placing)
-            with OwnRows(mesh, split.frame.outside.dims[0]).while_running():
+            with OwnRows(mesh, split.frame.outside.dims[0], type(model).__name__).while_running():
                 seen = observe(model, example)
             if seen is None and example is None and can_wait(model):
                 FirstCall(split, report, count, strict).wait()
@@ -249,7 +249,7 @@ def parallelize(
     not_replicated(model)
     keep_weights_apart(model)
     rows = axes_of_rows(model)
-    OwnRows(mesh, rows).watch(model)
+    OwnRows(mesh, rows, type(model).__name__).watch(model)
     report.plain = sum_plain_gradients_of(model, mesh, rows)
     compare_calls(model, mesh, rows, made_by, check, check_every)
     return rechecked(model, recheck)

@@ -8,6 +8,7 @@ code that name no group, or the world, act on the group along the data axes; wit
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -33,10 +34,16 @@ class OwnRows:
 
     Args:
         axes: of the grid, along which ranks have rows of their own.
+        name: of the model.
+
+    Attributes:
+        called: the first collective that the code has called.
+        has_asked: whether it has asked how many ranks take part.
     """
 
-    def __init__(self, mesh: ProcessGrid, axes: Sequence[str]) -> None:
-        self.mesh, self.axes = mesh, mesh.grid.nontrivial(tuple(axes))
+    def __init__(self, mesh: ProcessGrid, axes: Sequence[str], name: str) -> None:
+        self.mesh, self.axes, self.name = mesh, mesh.grid.nontrivial(tuple(axes)), name
+        self.called, self.has_asked, self._is_told = "", False, False
         guard_default_group()
 
     @property
@@ -55,6 +62,19 @@ class OwnRows:
     def end(self, *_: Any) -> None:
         if AT_WORK.models and AT_WORK.models[-1] is self:
             AT_WORK.models.pop()
+        if self.called and not self.has_asked and not self._is_told:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Warn, once, of code that may have noted the number of all ranks when the model was made."""
+        self._is_told, (few, many) = True, (self.group.size(), dist.group.WORLD.size())  # type: ignore[union-attr]
+        if few < many:
+            warnings.warn(
+                f"ndtp: the code of '{self.name}' calls {self.called} and does not ask how many ranks take part.  In a "
+                f"split model these are the ranks that have other rows, {few} of {many}; a number that the model noted "
+                "when it was made is another one\n  fix: dist.get_world_size() in forward, or a group of your own",
+                stacklevel=1,  # whoever calls, so that Python tells it once
+            )
 
     @contextmanager
     def while_running(self) -> Iterator[None]:
@@ -110,12 +130,14 @@ def _own_group_rank(given: Callable[..., Any]) -> Callable[..., Any]:
 
 def _asked_for() -> Any:
     """The group of rows, if code of a model calls a function of `torch.distributed` without another group."""
-    frame, first, is_torch_nn = sys._getframe(2), None, False
+    frame, first, is_torch_nn, functions = sys._getframe(2), None, False, list[str]()
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if name.startswith(_COLLECTIVES):
             code = frame.f_code
-            first = frame if "group" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] else first
+            if "group" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
+                first = frame
+                functions.append(code.co_name)
             is_torch_nn |= name.startswith("torch.distributed.nn")
         elif not name.startswith(_BETWEEN) and not isinstance(frame.f_locals.get("self"), TorchFunctionMode):
             break
@@ -128,4 +150,11 @@ def _asked_for() -> Any:
     if given is not None and given is not dist.group.WORLD and given is not group:
         return None
     AT_WORK.asked += 1
+    rows = AT_WORK.models[-1]
+    rows.has_asked |= functions[-1] == "get_world_size"
+    rows.called = rows.called or next(filter(_is_collective, functions), "")
     return group
+
+
+def _is_collective(function: str) -> bool:
+    return not function.startswith(("_", "get_")) and function not in ("forward", "backward", "barrier")

@@ -134,3 +134,39 @@ def check_lists() -> str:
 
 def test_split_tensors_in_collectives_are_whole_or_refused(ranks):
     assert "fix: x.gathered()" in ranks(2).run(check_lists)[0]
+
+
+class Mean(nn.Module):
+    """A loss that is summed over all ranks, and divided by their number.
+
+    Attributes:
+        count: their number when it was made; None: it asks when it is called.
+    """
+
+    def __init__(self, count: int | None) -> None:
+        super().__init__()
+        self.layer, self.count = nn.Linear(4, 4), count
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = self.layer(x).square().mean()
+        return dist_nn.all_reduce(loss) / (self.count or dist.get_world_size())
+
+
+def check_noted_count() -> list[list[str]]:
+    found, mesh = [], mesh_of(Grid(x=2))
+    for count in (dist.get_world_size(), None):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("default")
+            model = ndtp.parallelize(Mean(count), mesh, scheme="1d", example=torch.ones(2, 4))
+            for _ in range(2):
+                model(torch.ones(2, 4)).backward()
+        found.append([str(each.message) for each in caught if "how many ranks" in str(each.message)])
+    return found
+
+
+def test_a_number_of_ranks_that_was_noted_before_is_warned_of(ranks):
+    for noted, asked in ranks(2).run(check_noted_count):
+        assert not asked
+        assert len(noted) == 1
+        assert "the code of 'Mean' calls all_reduce" in noted[0]
+        assert "1 of 2" in noted[0]
