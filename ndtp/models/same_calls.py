@@ -284,7 +284,8 @@ class SameCalls:
                 self._operands += [(name, x) for name, x in named if not isinstance(x, Tensor) or type(x) is Tensor]
 
     def _hook(self, x: Tensor, number: int, is_looked_at: bool) -> None:
-        begun = partial(self._compare_backward, number, is_looked_at)
+        begun: Any = partial(self._compare_backward, number, is_looked_at)
+        begun.__torch_unserializable__ = True  # and nobody misses it in a saved tensor
         if type(x) is Tensor and x._backward_hooks is None and (node := x.grad_fn) is not None:
             # As `register_hook` does, which takes several times as long, by what nobody needs here.
             x._backward_hooks = OrderedDict({0: begun})

@@ -78,8 +78,12 @@ class Linked(Tensor):
     link: Any = None  # a `ndtp.split.copies.Tie`
 
     def __init_subclass__(cls) -> None:
-        """Have compilers run what its rules do as it is."""
+        """Have compilers run what its rules do as it is.
+
+        Libraries of arrays, which go by the module of a class, take it for a tensor of torch's.
+        """
         super().__init_subclass__()
+        cls.__module__ = Tensor.__module__
         as_it_is(cls.__torch_function__.__func__)  # type: ignore[attr-defined]
 
     @property

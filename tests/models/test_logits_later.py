@@ -1,5 +1,8 @@
 """What training loops compute of `out.logits`, before a step of the optimizer and behind it: the dense loop's."""
 
+import io
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -66,3 +69,19 @@ def check_reads():
 
 def test_logits_are_those_of_the_call(ranks):
     ranks(2).run(check_reads)
+
+
+def check_saved():
+    """A file has the whole of them, and libraries of arrays take them for tensors of torch's by the name of a class."""
+    model, file = ndtp.parallelize(build("llama"), mesh_of(Grid(x=2)), scheme="1d"), io.BytesIO()
+    logits = model(input_ids=IDS).logits
+    assert type(logits).__module__ == "torch"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.save(logits, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file), plain(logits))
+
+
+def test_logits_are_saved_as_a_tensor_of_torch(ranks):
+    ranks(2).run(check_saved)
