@@ -13,7 +13,8 @@ from torch import Tensor
 from ndtp.algebra.layout import Layout
 from ndtp.errors import CheckpointError
 from ndtp.models.state_entries import Entry
-from ndtp.runtime.arrival import is_plain
+from ndtp.runtime.arrival import is_plain, stored_shape
+from ndtp.runtime.halves import laid_sizes
 from ndtp.runtime.process_grid import ProcessGrid
 
 Shape = tuple[int, ...]
@@ -28,10 +29,11 @@ class Part(NamedTuple):
     @classmethod
     def of(cls, x: Any, mesh: ProcessGrid | None) -> Part:
         """Return the part of a tensor that is in no state dict of a model: whole on every rank, or a DTensor."""
-        shape, layout = tuple(x.shape), None
+        dense, layout, shape = tuple(x.shape), None, tuple(stored_shape(x))
+        real = laid_sizes(dense, len(shape))
         if not is_plain(x) and mesh is not None:
-            layout, x = Layout.from_placements(mesh.grid, mesh.mesh_axes, x.placements, x.dim()), x._local_tensor
-        return cls(Entry((), x.detach(), layout, shape, shape, shape), mesh)
+            layout, x = Layout.from_placements(mesh.grid, mesh.mesh_axes, x.placements, len(shape)), x._local_tensor
+        return cls(Entry((), x.detach(), layout, shape, real, dense), mesh)
 
     @property
     def shape(self) -> Shape:

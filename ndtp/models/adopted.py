@@ -40,6 +40,7 @@ from ndtp.ops.moving import taken
 from ndtp.ops.norms import NormPlan, bound_norm, norm, with_eps
 from ndtp.runtime.arrival import is_plain, stored_shape
 from ndtp.runtime.eagerly import WHY_EAGER, eagerly
+from ndtp.runtime.halves import laid_sizes
 from ndtp.runtime.of_turn import OfTurn
 from ndtp.runtime.versions import refuse_changed, version_of
 
@@ -104,7 +105,7 @@ class Adopted(Sharded):
                 f"'{self.name}': {name} is shared with another module, which wants it as {own.ndtp_layout}, not "
                 f"{layout}"
             )
-        self.lies[name] = Lies.of(layout, stored_shape(own), own.ndtp_real)
+        self.lies[name] = Lies.of(layout, stored_shape(own), laid_sizes(own.ndtp_real, layout.ndim))
 
     def own(self, name: str, x: Tensor) -> Tensor | None:
         """Return the parameter of the layer, or the tensor that hooks or a parametrization have put in its place."""

@@ -22,7 +22,7 @@ from ndtp.algebra.relayouts import RelayoutPlan
 from ndtp.algebra.row_flow import even_split
 from ndtp.algebra.schemes import BlockLayouts
 from ndtp.compute.epilogues import ACTIVATIONS
-from ndtp.models.adopted import Adopted, adopt, is_placed
+from ndtp.models.adopted import Adopted, adopt
 from ndtp.models.frame import Frame
 from ndtp.models.hidden import Hidden, enter, leave, split, whole
 from ndtp.nn.experts import Experts
@@ -171,16 +171,7 @@ def place_experts(
     layer.activation, layer.is_gated, layer.up_name = role.activation, True, UP
     layer.named = (getattr(module, "act_fn", None),)
     layer.expected, layer.last_counts, layer.last = ((), 0), [], ()
-    _in_two(layer._parameters[UP], role.inner)
     stored = Layout(plan.grid, plan.up.b.dims[0], None, *plan.up.b.dims[1:])
     layer.placed(UP, stored, (role.count, 2, inner, width))
     layer.placed(DOWN, plan.down.b, (role.count, width, inner))
     return layer
-
-
-def _in_two(parameter: Any, inner: int) -> None:
-    """Gates and ups, which the dense model has one behind the other in one dim, in a dim of their own."""
-    if not is_placed(parameter):
-        grad, parameter.grad = parameter.grad, None
-        parameter.data = parameter.data.unflatten(1, (2, inner))
-        parameter.grad = None if grad is None else grad.unflatten(1, (2, inner))

@@ -80,7 +80,7 @@ def entries_of(model: nn.Module, mesh: ProcessGrid | None) -> list[Entry]:
         x: Any = state[keys[0]]
         layout, local = None, x.detach()
         if not is_plain(x) and mesh is not None:
-            layout = Layout.from_placements(mesh.grid, mesh.mesh_axes, x.placements, x.dim())
+            layout = Layout.from_placements(mesh.grid, mesh.mesh_axes, x.placements, len(stored_shape(x)))
             local = x._local_tensor.detach()
         shape = tuple(stored_shape(x))
         own = next((real[key] for key in keys if key in real), shape)  # of any module that has it

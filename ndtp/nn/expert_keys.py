@@ -33,7 +33,7 @@ def read(state: dict[str, Any], prefix: str, count: int, gated: bool, unexpected
             taken = {key for each in keys for key in each}
             unexpected[:] = [key for key in unexpected if key not in taken]
     value = state.get(up_name)
-    if gated and isinstance(value, Tensor) and value.dim() == 3 and value.shape[1] % 2 == 0:
+    if gated and isinstance(value, Tensor) and len(_stored_shape(value)) == 3 and value.shape[1] % 2 == 0:
         state[up_name] = _whole(value).unflatten(1, (2, -1))
     return state
 
@@ -57,6 +57,12 @@ def fused(state: dict[str, Any], prefix: str) -> dict[str, Any]:
     """Dense tensors in the layer's own form, as transformers has them."""
     key = f"{prefix}gate_up_proj"
     return {name: value.flatten(1, 2) if name == key else value for name, value in state.items()}
+
+
+def _stored_shape(x: Tensor) -> torch.Size:
+    from ndtp.runtime.arrival import stored_shape
+
+    return stored_shape(x)
 
 
 def _whole(x: Any) -> Tensor:

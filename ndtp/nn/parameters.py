@@ -16,6 +16,7 @@ from ndtp.errors import LayoutError
 from ndtp.nn.random import key_of, uniform
 from ndtp.ops.products import relayout
 from ndtp.runtime.arrival import is_plain, local_shard, real_of, stored_shape, wrapped
+from ndtp.runtime.halves import as_it_lies
 from ndtp.runtime.process_grid import ProcessGrid
 
 
@@ -190,6 +191,7 @@ def computed_in(module: nn.Module) -> Iterator[Tensor]:
 def fill_from_dense(parameter: Tensor, layout: Layout, mesh: ProcessGrid, dense: Tensor) -> None:
     """Copy this rank's shard out of the dense tensor; what lies beyond it is zero."""
     local = local_shard(parameter)
+    dense = as_it_lies(dense, layout.ndim)
     parts = _real_part(layout, mesh, stored_shape(parameter), dense.shape)
     local.zero_()
     local[tuple(slice(0, part.stop - part.start) for part in parts)] = dense[parts].to(local)

@@ -18,6 +18,7 @@ from ndtp.collectives.rows_exchange import start_rows
 from ndtp.compute.activations import activation_named
 from ndtp.compute.grouped import Groups, grouped_product
 from ndtp.ops.moving import moved, refuse_second, taken
+from ndtp.runtime.arrival import stored_shape
 from ndtp.runtime.recheck import LookedAt
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def experts(
     plan = flows[0].plan
     there = [_start(rows[0], flows[0].dispatch, mesh, name, _part(0, flows))]
     up, down = (
-        taken(weight, weight_plan(of, weight.dim()), mesh)
+        taken(weight, weight_plan(of, len(stored_shape(weight))), mesh)
         for weight, of in zip(weights, (plan.up, plan.down), strict=True)
     )
     up = up.flatten(1, 2) if gated else up

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ndtp.runtime.grid_parts import on_every_rank, part_of
+from ndtp.runtime.halves import without_padding
 
 
 class TakenWhole(torch.autograd.Function):
@@ -18,7 +19,7 @@ class TakenWhole(torch.autograd.Function):
     def forward(ctx: Any, x: Any) -> Tensor:
         ctx.like, ctx.kind = x._dtensor, type(x)
         whole = x._dtensor.full_tensor()
-        return whole[tuple(map(slice, x.ndtp_real))].clone() if x.is_padded else whole  # type: ignore[no-any-return]
+        return without_padding(whole, x.ndtp_real)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -57,7 +58,7 @@ class Moved(torch.autograd.Function):
         ctx.like, ctx.kind = x._dtensor, type(x)
         moved = x._dtensor.redistribute(*args, **kwargs)
         if x.is_padded and all(placement.is_replicate() for placement in moved.placements):
-            moved = on_every_rank(moved.to_local()[tuple(map(slice, x.ndtp_real))].clone(), moved)
+            moved = on_every_rank(without_padding(moved.to_local(), x.ndtp_real), moved)
         return type(x)(moved, False, x.ndtp_real)
 
     @staticmethod

@@ -29,6 +29,7 @@ from ndtp.errors import LayoutError
 from ndtp.runtime.at_work import at_work
 from ndtp.runtime.dtensor_rules import LISTS, WRITES, dtensor_of, is_loss, is_odd, is_trusted, lacks_rule
 from ndtp.runtime.grid_parts import clear, full_of, on_every_rank
+from ndtp.runtime.halves import HALVES, laid_sizes
 from ndtp.runtime.handed_out import note_use
 from ndtp.runtime.list_operations import by_groups, groups_of, operands_of_each
 from ndtp.runtime.reads import NamedRead
@@ -130,6 +131,9 @@ def _on_dtensors(kind: Any, func: Any, name: str, flat: list[Any], tree: Any, wr
 def _lie_apart(kind: Any, operands: Sequence[Any]) -> bool:
     """Whether operands of an operation element by element do not have the same padding behind each dim."""
     found: dict[int, tuple[int, int]] = {}
+    mine = [x for x in operands if type(x) is kind and x.dim()]
+    if any(x.dim() != x._dtensor.dim() for x in mine):  # halves in a dim of their own
+        return len({(x.shape, x._dtensor.shape) for x in mine}) > 1
     for x in operands:
         if type(x) is kind:
             for dim, sizes in enumerate(zip(reversed(x.shape), reversed(x._dtensor.shape), strict=True)):
@@ -351,8 +355,11 @@ def _beside(x: Tensor, split: Any, name: str, flat: Sequence[Any]) -> Any:
     if not _fits(x, split.shape):
         raise refused(name, split, flat)
     if shape != split.shape:
+        real_sizes, at = laid_sizes(split.shape, len(shape)), x.dim() - split.dim() + 1
+        if len(shape) > split.dim() and at >= 0:
+            x = x.unflatten(at, (HALVES, -1) if x.shape[at] > 1 else (1, 1))
         grow: list[int] = []
-        for have, real, want in zip(reversed(x.shape), reversed(split.shape), reversed(shape), strict=False):
+        for have, real, want in zip(reversed(x.shape), reversed(real_sizes), reversed(shape), strict=False):
             grow += [0, want - real if have == real and want != real else 0]
         x = torch.nn.functional.pad(x, grow) if any(grow) else x
     return on_every_rank(x, split)

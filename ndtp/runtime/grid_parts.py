@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,11 +10,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from ndtp.runtime.dtensor_rules import box_of
+from ndtp.runtime.halves import as_it_lies, laid_sizes, without_padding
 from ndtp.runtime.reads import NamedRead
 
 
 def part_of(dense: Tensor, like: Any) -> Tensor:
     """This rank's shard of a tensor that every rank has, with padding or without, to lie as a DTensor does."""
+    dense = as_it_lies(dense, like.dim())
     start, shape = box_of(like)
     inside = tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))
     mine = dense[inside]
@@ -43,8 +46,24 @@ def full_of(x: Any) -> Tensor:
     with NamedRead(own, "whole", getattr(x, "ndtp_name", "")):
         # Gloo has no integers of 16 bits.
         whole = own.full_tensor() if own.dtype is not torch.int16 else own.int().full_tensor().short()
-    real = getattr(x, "ndtp_real", whole.shape)
-    return whole if whole.shape == real else whole[tuple(map(slice, real))].clone()
+    return without_padding(whole, getattr(x, "ndtp_real", whole.shape))
+
+
+def boxes_of(like: Any, local: Tensor, real: Sequence[int]) -> list[tuple[tuple[int, ...], Tensor]]:
+    """Return the parts of the whole, without padding, that a shard has of it: where each begins, and its memory.
+
+    Args:
+        like: a DTensor that lies as the shard's.
+        real: the sizes of the whole.
+    """
+    start, shape = box_of(like)
+    laid = laid_sizes(real, len(start))
+    start = tuple(min(a, n) for a, n in zip(start, laid, strict=True))
+    inside = local[tuple(slice(min(n - a, m)) for a, n, m in zip(start, laid, shape, strict=True))]
+    if len(laid) == len(real):
+        return [(start, inside)]
+    first, half, *rest = start
+    return [((first, (half + i) * laid[2] + rest[0], *rest[1:]), x) for i, x in enumerate(inside.unbind(1))]
 
 
 def clear(x: Any) -> None:
@@ -52,7 +71,7 @@ def clear(x: Any) -> None:
     start, _ = box_of(x._dtensor)
     local = x._local_tensor.detach()
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(x._local_tensor):  # type: ignore[attr-defined]
-        for dim, (first, real) in enumerate(zip(start, x.ndtp_real, strict=True)):
+        for dim, (first, real) in enumerate(zip(start, laid_sizes(x.ndtp_real, local.dim()), strict=True)):
             inside = min(max(real - first, 0), local.shape[dim])
             if inside < local.shape[dim]:
                 local.narrow(dim, inside, local.shape[dim] - inside).zero_()

@@ -23,12 +23,12 @@ from torch.distributed.tensor import DTensor
 
 from ndtp.collectives.torch_patches import in_place, replaced
 from ndtp.errors import LayoutError
-from ndtp.runtime.dtensor_rules import PHYSICAL, box_of
+from ndtp.runtime.dtensor_rules import PHYSICAL
 from ndtp.runtime.eagerly import as_it_is
 from ndtp.runtime.gradient_ends import end_of
 from ndtp.runtime.grid_autograd import Moved, TakenWhole, ToLocal
 from ndtp.runtime.grid_operations import operate
-from ndtp.runtime.grid_parts import full_of, lying_as, part_of
+from ndtp.runtime.grid_parts import boxes_of, full_of, lying_as, part_of
 from ndtp.runtime.handed_out import note_mixed, note_use
 from ndtp.runtime.loaded_states import watch_loaded_states
 from ndtp.runtime.reads import NamedRead
@@ -203,29 +203,27 @@ class GridTensor(torch.Tensor):
             return DTensor.__create_chunk_list__(self)  # type: ignore[arg-type]
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        start, shape = self._real_box()
-        return [ChunkStorageMetadata(offsets=torch.Size(start), sizes=torch.Size(shape))]
+        return [ChunkStorageMetadata(torch.Size(start), x.shape) for start, x in self._boxes()]
 
     def __create_write_items__(self, fqn: str, object: Any) -> Any:
-        items = DTensor.__create_write_items__(self, fqn, object)  # type: ignore[arg-type]
+        (item,) = DTensor.__create_write_items__(self._dtensor, fqn, object)
         if not self.is_padded:
-            return items
+            return [item]
         from dataclasses import replace
 
-        start, shape = self._real_box()
-        chunk = replace(items[0].tensor_data.chunk, offsets=torch.Size(start), sizes=torch.Size(shape))
-        index = replace(items[0].index, offset=torch.Size(start))
-        given = replace(items[0].tensor_data, chunk=chunk, size=self.ndtp_real)
-        return [replace(items[0], index=index, tensor_data=given)]
+        made = []
+        for start, box in self._boxes():
+            chunk = replace(item.tensor_data.chunk, offsets=torch.Size(start), sizes=box.shape)
+            given = replace(item.tensor_data, chunk=chunk, size=self.ndtp_real)
+            made.append(replace(item, index=replace(item.index, offset=chunk.offsets), tensor_data=given))
+        return made
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        return self._local_tensor.detach()[tuple(map(slice, self._real_box()[1]))]  # type: ignore[no-any-return]
+        return next(box for start, box in self._boxes() if index.offset is None or tuple(index.offset) == start)
 
-    def _real_box(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return where this rank's shard begins, and its shape, without padding."""
-        start, shape = box_of(self._dtensor)
-        start = tuple(min(a, n) for a, n in zip(start, self.ndtp_real, strict=True))
-        return start, tuple(min(n - a, m) for a, n, m in zip(start, self.ndtp_real, shape, strict=True))
+    def _boxes(self) -> list[tuple[tuple[int, ...], Tensor]]:
+        """Return the parts of the whole that this rank has, without padding: where each begins, and its memory."""
+        return boxes_of(self._dtensor, self._local_tensor.detach(), self.ndtp_real)
 
     def _take_slot(self, name: str, value: Any) -> None:
         """A slot of a DTensor that `torch.utils.swap_tensors` gives; that of one of these has come with `__dict__`."""

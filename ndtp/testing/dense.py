@@ -283,7 +283,7 @@ def _local(x: Tensor, mesh: ProcessGrid) -> tuple[Tensor, Layout | None]:
         return x, None
     if x.device_mesh != mesh.device_mesh:
         return x.full_tensor(), None
-    return x.to_local(), Layout.from_placements(mesh.grid, mesh.mesh_axes, x.placements, x.dim())
+    return x.to_local(), Layout.from_placements(mesh.grid, mesh.mesh_axes, x.placements, x._spec.ndim)
 
 
 def _real_part(
