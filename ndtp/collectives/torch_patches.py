@@ -105,9 +105,13 @@ PATCHES: dict[str, Patch] = {
         "a checkpoint inside of another one would get the shard of a split tensor, which hooks keep without its class",
         "hooks of saved tensors get tensors of the class that was saved",
     ),
+    "torch.distributed.checkpoint.state_dict._distribute_state_dict": Patch(
+        "whole states are cut by the sizes without padding, so that they lie otherwise than a padded parameter",
+        "torch asks a tensor's class where its parts lie, as it does for distributed checkpoints",
+    ),
     "torch.distributed._state_dict_utils._distribute_tensors": Patch(
         "a state that one rank broadcasts is cut without padding, and copied to a shard that has some",
-        "torch asks a tensor's class where its parts lie, as it does for distributed checkpoints",
+        "as for _distribute_state_dict",
     ),
     "torch._dynamo.config.nontraceable_tensor_subclasses": Patch(
         "a compiler would take the sizes of a split activation, those of the whole, for those of its memory",
