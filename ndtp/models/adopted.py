@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._pytree import tree_leaves
 
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
@@ -23,6 +22,7 @@ from ndtp.algebra.relayouts import RelayoutPlan
 from ndtp.compute.constants import numbers_on
 from ndtp.compute.traces import is_in_transform
 from ndtp.errors import LayoutError
+from ndtp.models.code_reads import CodeReads, note_read
 from ndtp.models.frame import Frame, Passage, led_to
 from ndtp.models.hidden import Hidden, enter, leave, split, whole
 from ndtp.models.made_classes import made_class
@@ -42,7 +42,6 @@ from ndtp.runtime.arrival import is_plain, stored_shape
 from ndtp.runtime.eagerly import WHY_EAGER, eagerly
 from ndtp.runtime.halves import laid_sizes
 from ndtp.runtime.of_turn import OfTurn
-from ndtp.runtime.versions import refuse_changed, version_of
 
 
 def is_placed(parameter: Tensor) -> bool:
@@ -308,29 +307,28 @@ class Replicated(nn.Module):
         running = self.ndtp_frame.running
         if name in self.__dict__["_parameters"] and running and running[-1] is not None and value is not None:
             plan, part = self.ndtp_plan(name), self._part(name)
-            running[-1].append((value, version_of(value), f"'{plan.name}'"))
+            reads = note_read(running, value, f"'{plan.name}'")
             with temporarily_clear_interpreter_stack() if is_in_transform() else nullcontext():
                 plain = taken(value, plan, self.ndtp_frame.mesh)
-            if part is not None:
-                return part.of(plain)
             # One that is shared with a layer on the grid is split, and may be padded.
             real = getattr(value, "ndtp_real", plain.shape)
-            return plain if plain.shape == real else plain[tuple(map(slice, real))]
+            if part is not None:
+                plain = part.of(plain)
+            elif plain.shape != real:
+                plain = plain[tuple(map(slice, real))]
+            return plain if is_in_transform() else reads.stands_for(plain, value)
         if name in self.__dict__["_buffers"] and running and running[-1] is not None and value is not None:
             return value if is_plain(value) else value.full_tensor()  # made of a parameter, as the mask of a pruning
         return value
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        read: list[Any] = []
-        self.ndtp_frame.running.append(read)
+        reads = CodeReads()
+        self.ndtp_frame.running.append(reads)
         try:
             given = super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
             self.ndtp_frame.running.pop()
-        if read and not torch.compiler.is_compiling():
-            for x in tree_leaves(given):
-                if isinstance(x, Tensor) and x.grad_fn is not None:
-                    x.grad_fn.register_prehook(partial(_refuse_changed, read))
+        reads.watch(given)
         return given
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -356,11 +354,6 @@ class Replicated(nn.Module):
                     prefix + name: taken_from(value, own, layout, mesh, getattr(own, "ndtp_real", own.shape)),
                 }
         super()._load_from_state_dict(state_dict, prefix, *rest)
-
-
-def _refuse_changed(read: list[Any], _: Any) -> None:
-    for each in read:
-        refuse_changed(*each)
 
 
 def replicate(

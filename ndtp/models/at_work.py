@@ -13,17 +13,16 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from ndtp.compute.traces import refuse_traces
 from ndtp.errors import LayoutError
+from ndtp.models.code_reads import CodeReads
 from ndtp.models.frame import Frame
 from ndtp.models.made_classes import made_class
 from ndtp.models.noted import Noted, settle
 from ndtp.runtime.default_group import OwnRows
 from ndtp.runtime.grid_like import GridLike
-from ndtp.runtime.versions import refuse_changed
 
 _DRAFTS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")  # options of `generate`
 
@@ -61,8 +60,8 @@ def _noting(theirs: Any, name: str, frame: Frame, rows: OwnRows, compiles: bool)
             kwargs["synced_gpus"] = True  # ranks whose rows have ended call on until all others' have
         if name != "forward" and frame.running:  # called by what notes already
             return method(self, *args, **kwargs)
-        read: list[Any] = []
-        frame.running.append(read)
+        reads = CodeReads()
+        frame.running.append(reads)
         rows.begin()
         try:
             with cast_for(frame.mesh):
@@ -72,10 +71,7 @@ def _noting(theirs: Any, name: str, frame: Frame, rows: OwnRows, compiles: bool)
             frame.running.pop()
         if not frame.running:
             settle(given)
-        if read and not torch.compiler.is_compiling():
-            for x in tree_leaves(given):
-                if isinstance(x, Tensor) and not isinstance(x, Noted) and x.grad_fn is not None:
-                    x.grad_fn.register_prehook(functools.partial(_refuse_changed, read))
+        reads.watch(given, Noted)
         return given
 
     return run
@@ -122,8 +118,3 @@ def computing(kind: Any) -> set[str]:
 def _is_of_a_base(method: Any) -> bool:
     """Return whether a method is one that all models have: torch's own, or one of transformers' base classes."""
     return str(method.__module__).startswith(("torch.", "transformers.modeling_", "transformers.generation"))
-
-
-def _refuse_changed(read: list[Any], _: Any) -> None:
-    for each in read:
-        refuse_changed(*each)

@@ -15,6 +15,7 @@ from ndtp.algebra.relayouts import RelayoutPlan
 from ndtp.compute.traces import refuse_traces
 from ndtp.errors import LayoutError
 from ndtp.models.adopted import Adopted
+from ndtp.models.code_reads import note_read
 from ndtp.models.projections import Projection, mode_of, products
 from ndtp.models.signatures import OF_TORCH, as_dense_input, input_by_name
 from ndtp.models.table_settings import refused_setting
@@ -22,7 +23,6 @@ from ndtp.ops.lookup import LookupPlan, look_up
 from ndtp.ops.moving import taken
 from ndtp.runtime.eagerly import as_it_is
 from ndtp.runtime.of_turn import OfTurn
-from ndtp.runtime.versions import version_of
 from ndtp.split.along import without_padding
 from ndtp.split.copies import state_of
 from ndtp.split.moving import brought, moved
@@ -136,7 +136,7 @@ class ReadAsSplit(Adopted):
         if not running or running[-1] is None or value is None:
             return value
         lies = self.lies[name]
-        running[-1].append((value, version_of(value), f"'{self.name}.{name}'"))
+        note_read(running, value, f"'{self.name}.{name}'")
         plan = RelayoutPlan(lies.layout, lies.layout, (), self.context.data, f"{self.name}.{name}", "weights")
         layout = layout_of(self.mesh, [self.mesh.grid.nontrivial(axes) for axes in lies.layout.dims])
         shard, own = taken(value, plan, self.mesh), f"{self.name}.{name}"

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import cache, wraps
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ndtp.collectives.torch_patches import replaced

@@ -1,0 +1,83 @@
+"""Models whose forward changes their own parameters before it uses them: temperatures, masked weights."""
+
+import copy
+
+import pytest
+import torch
+from products import mesh_of
+from torch import nn
+
+import ndtp
+from ndtp import Grid
+
+
+def replaced(p, change):
+    p.data = change(p.data)
+
+
+def in_place(p, change):
+    p.data.copy_(change(p.data))
+
+
+def without_grad(p, change):
+    with torch.no_grad():
+        p.copy_(change(p))
+
+
+class Masked(nn.Linear):
+    """A Linear that writes zeros into its weight, as autoregressive models have it."""
+
+    write = staticmethod(replaced)
+
+    def forward(self, x):
+        self.write(self.weight, torch.tril)
+        return super().forward(x)
+
+
+class Model(nn.Module):
+    """Products, and parameters that every rank has whole: a temperature, the weights of a norm and of an activation."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.write = write
+        self.first, self.masked, self.last = nn.Linear(8, 12), Masked(12, 12), nn.Linear(12, 8)
+        self.norm, self.act = nn.LayerNorm(12), nn.PReLU()
+        self.temperature, self.gain = nn.Parameter(torch.tensor(9.0)), nn.Parameter(torch.full((8,), 9.0))
+        self.masked.write = write
+
+    def forward(self, x):
+        for p in (self.temperature, self.gain, self.norm.weight, self.act.weight, self.last.bias):
+            self.write(p, lambda x: (x * 3 + 1).clamp(max=5.0))
+        y = self.last(self.act(self.norm(self.masked(self.first(x)))))
+        self.write(self.temperature, lambda x: x / 2)
+        return y * self.gain / self.temperature
+
+
+def plain(x):
+    x = x.gathered() if hasattr(x, "gathered") else x
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def check(write, sizes, scheme, keep):
+    torch.manual_seed(0)
+    dense, x = Model(write).double(), torch.randn(6, 8, dtype=torch.float64)
+    model = ndtp.parallelize(copy.deepcopy(dense), mesh_of(Grid(sizes)), scheme=scheme, keep=keep, example=x)
+    for is_training in (True, False, True):
+        for each in (model, dense):
+            each.zero_grad()
+        with torch.set_grad_enabled(is_training):
+            y, expected = model(x), dense(x)
+        torch.testing.assert_close(plain(y), expected)
+        if is_training:
+            y.square().mean().backward()
+            expected.square().mean().backward()
+        for (name, p), q in zip(model.named_parameters(), dense.named_parameters(), strict=True):
+            torch.testing.assert_close(plain(p), q[1], msg=name)
+            if is_training:
+                torch.testing.assert_close(plain(p.grad), q[1].grad, msg=f"gradient of {name}")
+
+
+@pytest.mark.parametrize("write", [replaced, in_place, without_grad])
+def test_parameters_take_what_forward_writes(ranks, write):
+    ranks(2).run(check, write, {"x": 2}, "1d-sp", ())
+    ranks(2).run(check, write, {"z": 2}, "3d", ("masked", "first"))
