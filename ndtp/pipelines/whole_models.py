@@ -182,6 +182,7 @@ class StageModule(nn.Module):
         self.lead = (self.mine.stop - self.mine.start, shape[1])
         self.takes_ids = takes_ids
         self.logits: Passage | None = None
+        self.gives_logits = False
         self.traveller = traveller
         self.balance: Balance | None = None
         self.routed: list[Tensor] = []
@@ -227,7 +228,7 @@ class StageModule(nn.Module):
             return self._left(hidden) if sums is None else (self._left(hidden), sums)
         self.logits = found.logits.passage if isinstance(found.logits, Hidden) else None
         logits: Any = leave(found.logits)
-        logits.ndtp_sums = sums
+        logits.ndtp_sums, logits.ndtp_stage, self.gives_logits = sums, self, True
         return logits
 
     def _summed(self, mine: Tensor, before: Tensor | None) -> Tensor:
@@ -251,7 +252,13 @@ class StageModule(nn.Module):
 
     def loss(self, logits: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
         own: Any = self.model
-        whole: Any = logits if self.logits is None else enter(logits.view_as(logits), self.logits)
+        last: StageModule = getattr(logits, "ndtp_stage", self)
+        if not last.gives_logits:
+            raise LayoutError(
+                "pipeline: the loss of a stage that gives no logits was called with other logits than the last stage "
+                "gave\n  fix: loss_fn=stages[-1].loss, with the stages of a rank in their order"
+            )
+        whole: Any = logits if last.logits is None else enter(logits.view_as(logits), last.logits)
         loss: Tensor = own.loss_function(logits=whole, labels=labels, vocab_size=own.config.vocab_size, **kwargs)
         if self.balance is None:
             return loss
