@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ndtp.algebra.layout import Layout
+from ndtp.runtime.halves import as_it_lies
 from ndtp.runtime.process_grid import ProcessGrid
 from ndtp.testing.compare import assert_equal, small_integers
 
@@ -174,6 +175,9 @@ class _Comparison:
         self.largest = 0.0
 
     def add(self, what: str, shard: Tensor, layout: Layout | None, result: DenseResult) -> None:
+        if layout is not None and result.dense.dim() < layout.ndim:
+            halves = as_it_lies(result.dense, layout.ndim), as_it_lies(result.fp64, layout.ndim)
+            result = replace(result, dense=halves[0], fp64=halves[1])
         try:
             local, where = _real_part(shard.detach(), layout, self.mesh, result.dense.shape, what)
             self.largest = max(self.largest, result.check(local, where, what))

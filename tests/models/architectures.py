@@ -131,7 +131,5 @@ def inputs(name, batch=4, length=6):
 
 
 def as_dense(x, like):
-    """A whole parameter or gradient of a model on a grid in the shape of the dense one's: without padding, and with the
-    gates and ups of experts, a dim of their own there, in one."""
-    x = x[:, :, : like.shape[1] // 2].flatten(1, 2) if x.dim() > like.dim() else x
+    """A whole parameter or gradient of a model on a grid in the shape of the dense one's: without padding."""
     return x[tuple(map(slice, like.shape))]

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim.swa_utils import AveragedModel
 
 import ndtp
+import ndtp.testing
 from ndtp import Grid
 
 pytest.importorskip("transformers")
@@ -143,3 +144,30 @@ def check_checkpoints(folder):
 def test_distributed_checkpoints_have_both_halves(ranks):
     with tempfile.TemporaryDirectory() as folder:
         ranks(2).run(check_checkpoints, folder)
+
+
+class Logits(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        y = self.model(inputs_embeds=x).logits
+        return y.gathered() if hasattr(y, "gathered") else y
+
+
+def check_comparison():
+    """`ndtp.testing.assert_matches_dense` compares both halves, and names one that is wrong."""
+    mesh = mesh_of(Grid(z=2))
+    dense = build(48)
+    model = Logits(ndtp.parallelize(copy.deepcopy(dense), mesh, scheme="3d"))
+    x = torch.randn(4, 8, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    ndtp.testing.assert_matches_dense(model, Logits(dense), x, mesh, factor=1e6, floor_eps=1e9)
+    with torch.no_grad():
+        dense.get_parameter(UP)[1, 50, 3] += 1
+    with pytest.raises(AssertionError, match="value of model.model.layers.0.mlp.experts.gate_up_proj"):
+        ndtp.testing.assert_matches_dense(model, Logits(dense), x, mesh)
+
+
+def test_comparisons_with_dense_know_the_halves(ranks):
+    ranks(2).run(check_comparison)
