@@ -152,7 +152,7 @@ def _variance(name: str, x: SplitTensor, dims: list[int], args: Sequence[Any], k
 def total(x: Any, dims: Sequence[int], keepdim: bool, dtype: Any = None) -> Tensor:
     """The sum over some dims; what ranks along their axes have each for itself is summed."""
     spec, shard = x.spec, leave(x)
-    if spec.sections:  # the order of features has no part in their sum
+    if len(spec.sizes) - 1 in dims:  # the order of features has no part in their sum
         spec = replace(spec, sections=())
     shard = without_padding(shard, spec, dims)
     summed = shard.sum(tuple(dims), keepdim=keepdim, dtype=dtype) if dims else shard
@@ -176,7 +176,7 @@ def total(x: Any, dims: Sequence[int], keepdim: bool, dtype: Any = None) -> Tens
             ).view(())
     if not layout.axes:
         return summed
-    return enter(summed.view_as(summed), Spec(spec.context, tuple(sizes), layout, tuple(padded), (), spec.origin))
+    return enter(summed.view_as(summed), Spec(spec.context, tuple(sizes), layout, tuple(padded), spec.sections, spec.origin))
 
 
 def without_padding(shard: Tensor, spec: Spec, dims: Sequence[int]) -> Tensor:

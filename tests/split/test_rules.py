@@ -277,6 +277,14 @@ def odd_even(x: Tensor) -> Tensor:
     return x[..., 0::2] - x[..., 1::2]
 
 
+OVER_ROWS = (
+    lambda y: y.mean(0), lambda y: y - y.sum(0, keepdim=True), lambda y: y.var(0), lambda y: y / y.std(0, keepdim=True),
+    lambda y: y.norm(dim=0), lambda y: (y > 9).any(0), lambda y: (y > 9).sum(0), lambda y: y.sum(), lambda y: y.mean(1),
+    lambda y: y.amax(0), lambda y: y.cumsum(0), lambda y: y.softmax(0), lambda y: F.normalize(y, dim=0),
+    lambda y: F.batch_norm(y, None, None, training=True), lambda y: y.mean(0).chunk(2)[1],
+)  # fmt: skip
+
+
 def check_strangers():
     mesh = ndtp.ProcessGrid(ndtp.Grid(x=2))
     guard_functions()
@@ -330,6 +338,8 @@ def check_strangers():
     parts = dataclasses.replace(spec_of(context, (4, 6), [(), ("x",)]), sections=(2, 4))
     apart, together = (enter(cut(numbers, s), s) for s in (parts, dataclasses.replace(parts, sections=())))
     assert torch.equal(whole(apart + together), numbers * 2) and torch.equal(whole(together - apart), numbers * 0)
+    for over_rows in OVER_ROWS:  # features keep the order that sections gave them
+        torch.testing.assert_close(whole(over_rows(apart)), over_rows(numbers))
     for view in (Tensor.t, lambda y: y.t() * 1, lambda y: y.t()[:, 1:3], lambda y: y.t()[:, None].expand(6, 3, 4)):
         for draw in (torch.randn_like, lambda y: torch.zeros_like(y).uniform_(), lambda y: F.alpha_dropout(y, 0.5)):
             torch.manual_seed(5)
