@@ -99,12 +99,13 @@ class Adopted(Sharded):
             return
         if not is_placed(own):
             put_on_grid(own, layout, self.mesh, f"{self.name}.{name}", shape)
-        if own.ndtp_layout != layout or tuple(stored_shape(own)) != tuple(shape or own.ndtp_real):
+        stored = laid_sizes(stored_shape(own), layout.ndim)
+        if own.ndtp_layout != layout or stored != tuple(shape or own.ndtp_real):
             raise LayoutError(
                 f"'{self.name}': {name} is shared with another module, which wants it as {own.ndtp_layout}, not "
                 f"{layout}"
             )
-        self.lies[name] = Lies.of(layout, stored_shape(own), laid_sizes(own.ndtp_real, layout.ndim))
+        self.lies[name] = Lies.of(layout, stored, laid_sizes(own.ndtp_real, layout.ndim))
 
     def own(self, name: str, x: Tensor) -> Tensor | None:
         """Return the parameter of the layer, or the tensor that hooks or a parametrization have put in its place."""

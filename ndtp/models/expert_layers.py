@@ -30,6 +30,8 @@ from ndtp.nn.hooks import parts_have_hooks
 from ndtp.nn.padding import padded_to, zero_padding
 from ndtp.ops.moving import taken
 from ndtp.ops.products import relayout
+from ndtp.runtime.arrival import is_plain
+from ndtp.runtime.halves import as_it_lies
 
 UP, DOWN = "gate_up_proj", "down_proj"
 TAKES = ("hidden_states", "top_k_index", "top_k_weights")
@@ -128,6 +130,11 @@ class SplitExperts(Adopted, Experts):
         y = Experts.forward(self, self._moved(rows, lies, tokens), choice.clamp(max=self.count - 1), gates, kept)
         y = self._moved(y, tokens, lies)
         return enter(y.view_as(y), replace(passage, came_from=self.name))
+
+    def held(self, name: str) -> Tensor | None:
+        """A parameter as it lies; on a grid of one rank it is a plain one, whose halves lie one behind the other."""
+        found = super().held(name)
+        return as_it_lies(found, 4) if name == UP and found is not None and is_plain(found) else found
 
     def _as_dense(self, hidden_states: Tensor, *choices: Tensor) -> Tensor:
         """Return the result of the model's own code on whole tensors, weights included, which are gathered."""

@@ -17,6 +17,7 @@ from ndtp.nn.gated import GatedMLP
 from ndtp.nn.linear import Linear
 from ndtp.nn.sharded import Sharded
 from ndtp.runtime.arrival import is_plain, stored_shape
+from ndtp.runtime.halves import as_it_lies, laid_sizes
 from ndtp.runtime.process_grid import ProcessGrid
 
 
@@ -84,6 +85,7 @@ def entries_of(model: nn.Module, mesh: ProcessGrid | None) -> list[Entry]:
             local = x._local_tensor.detach()
         shape = tuple(stored_shape(x))
         own = next((real[key] for key in keys if key in real), shape)  # of any module that has it
+        shape, local = laid_sizes(shape, len(own)), as_it_lies(local, len(own))
         # Gates and ups of experts, which a file has as one dim.
         dense = (own[0], own[1] * own[2], own[3]) if keys[0] in gated else own
         entries.append(Entry(tuple(keys), local, layout, shape, own, dense))

@@ -16,7 +16,7 @@ from ndtp.errors import LayoutError
 from ndtp.nn.random import key_of, uniform
 from ndtp.ops.products import relayout
 from ndtp.runtime.arrival import is_plain, local_shard, real_of, stored_shape, wrapped
-from ndtp.runtime.halves import as_it_lies
+from ndtp.runtime.halves import as_it_lies, laid_sizes
 from ndtp.runtime.process_grid import ProcessGrid
 
 
@@ -124,7 +124,7 @@ def stand_in(
     real, grad = torch.Size(parameter.shape if real is None else real), parameter.grad
     if is_plain(made):
         parameter.grad = None
-        parameter.data = made.detach()
+        parameter.data = made.detach() if made.dim() == len(real) else made.detach().flatten(1, 2)  # halves
     else:
         from ndtp.runtime.grid_tensor import become
 
@@ -217,10 +217,12 @@ def taken(value: Tensor, own: Tensor, layout: Layout, mesh: ProcessGrid, real: S
                 f"a DTensor with placements {lies[1]} on {lies[0]}, this parameter has {wanted[1]} on {wanted[0]}\n"
                 "  fix: redistribute it, or load its full_tensor()"
             )
-        return value if value.shape == own.shape else wrapped(value._local_tensor, value._spec, real_of(own))  # type: ignore[attr-defined]
-    shape = tuple(stored_shape(own))
+        if value.shape == own.shape or stored_shape(value) != stored_shape(own):
+            return value
+        return wrapped(value._local_tensor, value._spec, real_of(own))  # type: ignore[attr-defined, no-any-return]
+    shape = laid_sizes(stored_shape(own), layout.ndim)
     if tuple(value.shape) not in (shape, tuple(real)) or (mesh.device_mesh is None and tuple(value.shape) == shape):
-        return value
+        return value if value.dim() != layout.ndim or value.dim() == own.dim() else value.flatten(1, 2)
     dense = value.detach()[tuple(slice(0, size) for size in real)]
     if dense.shape != value.shape and not value.is_meta and value.count_nonzero() != dense.count_nonzero():
         raise LayoutError(
@@ -230,7 +232,10 @@ def taken(value: Tensor, own: Tensor, layout: Layout, mesh: ProcessGrid, real: S
     local = dense.new_zeros(layout.shard_shape(shape))
     parts = _real_part(layout, mesh, shape, real)
     local[tuple(slice(0, part.stop - part.start) for part in parts)] = dense[parts]
-    return sharded(local, layout, mesh) if is_plain(own) else wrapped(local, own._spec, real_of(own))  # type: ignore[attr-defined]
+    if not is_plain(own):
+        return wrapped(local, own._spec, real_of(own))  # type: ignore[attr-defined, no-any-return]
+    made = sharded(local, layout, mesh)
+    return made if made.dim() == own.dim() else made.flatten(1, 2)
 
 
 def _lies(x: Any) -> tuple[Any, Any]:

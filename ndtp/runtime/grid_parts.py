@@ -63,7 +63,8 @@ def boxes_of(like: Any, local: Tensor, real: Sequence[int]) -> list[tuple[tuple[
     if len(laid) == len(real):
         return [(start, inside)]
     first, half, *rest = start
-    return [((first, (half + i) * laid[2] + rest[0], *rest[1:]), x) for i, x in enumerate(inside.unbind(1))]
+    boxes = [((first, (half + i) * laid[2] + rest[0], *rest[1:]), x) for i, x in enumerate(inside.unbind(1))]
+    return [(start, x) for start, x in boxes if x.numel()]  # an empty one may lie where that of another rank does
 
 
 def clear(x: Any) -> None:

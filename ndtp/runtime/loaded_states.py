@@ -22,12 +22,16 @@ def watch_loaded_states() -> None:
     replaced("torch.distributed._state_dict_utils._distribute_tensors", _distributing_broadcast)
 
 
-def _is_padded(x: Any) -> bool:
-    return getattr(x, "is_padded", False) and not x.is_meta
+def _is_for_padded(own: Any, whole: Any) -> bool:
+    return getattr(own, "is_padded", False) and not own.is_meta and isinstance(whole, Tensor) and whole.dim() > 0
 
 
 def _placed_as(own: Any, whole: Tensor) -> Any:
-    """Return a whole tensor as this rank's part of one that lies as another one of the grid."""
+    """Return a whole tensor as this rank's part of one that lies as another one of the grid; one of other sizes, which
+    `load_state_dict` refuses, as it is.
+    """
+    if whole.shape != own.shape:
+        return whole
     local = part_of(whole.detach().to(own.device), own._dtensor)
     return type(own)(lying_as(local, own._dtensor), False, own.ndtp_real)
 
@@ -37,7 +41,7 @@ def _distributing(given: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(given)
     def distribute(full: dict[str, Any], states: dict[str, Any], *rest: Any, **named: Any) -> None:
-        padded = [key for key, x in full.items() if _is_padded(states.get(key)) and isinstance(x, Tensor) and x.dim()]
+        padded = [key for key, x in full.items() if _is_for_padded(states.get(key), x)]
         for key in padded:
             states[key] = _placed_as(states[key], full[key])
         given({key: x for key, x in full.items() if key not in padded}, states, *rest, **named)
@@ -52,7 +56,7 @@ def _distributing_broadcast(given: Callable[..., None]) -> Callable[..., None]:
     def distribute(states: dict[str, Any], keys: Sequence[str], *rest: Any, **named: Any) -> None:
         for key in keys:
             pair = states.get(key)
-            if isinstance(pair, (tuple, list)) and _is_padded(pair[0]):
+            if isinstance(pair, (tuple, list)) and len(pair) == 2 and _is_for_padded(*pair):
                 states[key] = _placed_as(*pair)
         given(states, keys, *rest, **named)
 

@@ -176,7 +176,9 @@ def total(x: Any, dims: Sequence[int], keepdim: bool, dtype: Any = None) -> Tens
             ).view(())
     if not layout.axes:
         return summed
-    return enter(summed.view_as(summed), Spec(spec.context, tuple(sizes), layout, tuple(padded), spec.sections, spec.origin))
+    return enter(
+        summed.view_as(summed), Spec(spec.context, tuple(sizes), layout, tuple(padded), spec.sections, spec.origin)
+    )
 
 
 def without_padding(shard: Tensor, spec: Spec, dims: Sequence[int]) -> Tensor:

@@ -102,8 +102,25 @@ def loaded(model, other):
     optimizer.step()
 
 
-WAYS = (factored, fused, orthogonalised, initialised, combined, averaged, loaded)
+def assigned(model, other):
+    model.model.layers[0].mlp.experts.gate_up_proj = nn.Parameter(other.get_parameter(UP).detach().clone())
+    step(model, torch.optim.SGD, lr=0.1)
+
+
+def loaded_alone(model, other):
+    model.load_state_dict(other.state_dict())
+    with pytest.raises(RuntimeError, match=r"size mismatch for model\.layers\.0\.mlp\.experts\.gate_up_proj"):
+        set_model_state_dict(
+            model, build(48 if model.config.intermediate_size == 49 else 49).state_dict(), options=FULL
+        )
+
+
+WAYS = (factored, fused, orthogonalised, initialised, combined, averaged, loaded, loaded_alone, assigned)
 GRIDS = [({"x": 2}, "1d", 49), ({"z": 2}, "3d", 49), ({"x": 2}, "1d-sp", 48)]
+
+
+def plain(p):
+    return p.full_tensor() if hasattr(p, "full_tensor") else p
 
 
 def check(sizes, scheme, inner):
@@ -115,13 +132,17 @@ def check(sizes, scheme, inner):
         way(model, copy.deepcopy(other))
         way(dense, other)
         for (name, p), q in zip(model.named_parameters(), dense.parameters(), strict=True):
-            torch.testing.assert_close(p.full_tensor(), q, rtol=1e-5, atol=1e-6, msg=f"{way.__name__}: {name}")
+            torch.testing.assert_close(plain(p), q, rtol=1e-5, atol=1e-6, msg=f"{way.__name__}: {name}")
     assert get_model_state_dict(model, options=FULL)[UP].shape in ((4, 2 * inner, 32), ())
 
 
 @pytest.mark.parametrize("grid", GRIDS)
 def test_they_are_those_of_the_dense_model(ranks, grid):
     ranks(2).run(check, *grid)
+
+
+def test_they_are_on_one_rank(ranks):
+    ranks(1).run(check, {"x": 1}, "1d", 49)
 
 
 def check_checkpoints(folder):
@@ -165,7 +186,7 @@ def check_comparison():
     ndtp.testing.assert_matches_dense(model, Logits(dense), x, mesh, factor=1e6, floor_eps=1e9)
     with torch.no_grad():
         dense.get_parameter(UP)[1, 50, 3] += 1
-    with pytest.raises(AssertionError, match="value of model.model.layers.0.mlp.experts.gate_up_proj"):
+    with pytest.raises(AssertionError, match=r"value of model\.model\.layers\.0\.mlp\.experts\.gate_up_proj"):
         ndtp.testing.assert_matches_dense(model, Logits(dense), x, mesh)
 
 
