@@ -329,7 +329,8 @@ class Replicated(nn.Module):
             given = super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
             self.ndtp_frame.running.pop()
-        reads.watch(given)
+        if reads.read:
+            reads.watch(given)
         return given
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:

@@ -71,7 +71,8 @@ def _noting(theirs: Any, name: str, frame: Frame, rows: OwnRows, compiles: bool)
             frame.running.pop()
         if not frame.running:
             settle(given)
-        reads.watch(given, Noted)
+        if reads.read:
+            reads.watch(given, Noted)
         return given
 
     return run

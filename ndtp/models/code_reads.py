@@ -21,20 +21,24 @@ from ndtp.runtime.versions import refuse_changed, version_of
 
 
 class CodeReads:
-    """What one forward has read."""
+    """The parameters that one forward has read.
 
-    def __init__(self) -> None:
-        self._read: dict[int, tuple[Tensor, str]] = {}  # parameters, by their ids, and their names
-        self._plain: dict[int, list[tuple[Tensor, int, int]]] = {}  # what stood for them, where, and its version
+    Attributes:
+        read: these and their names, by their ids; None: there are none.
+    """
+
+    read: dict[int, tuple[Tensor, str]] | None = None  # of the class, so that a forward without reads makes nothing
+    _plain: dict[int, tuple[Tensor, int, int]]  # what stood for each last, where it lay, and its version
 
     def note(self, parameter: Tensor, name: str) -> None:
-        self._read[id(parameter)] = parameter, name
+        if self.read is None:
+            self.read, self._plain = {}, {}
+        self.read[id(parameter)] = parameter, name
 
     def stands_for(self, plain: Tensor, parameter: Tensor) -> Tensor:
         """Note that the code gets a plain tensor in the place of a parameter, and return it."""
         if type(plain) is Tensor and not plain.is_meta and not is_plain(parameter):
-            place = plain.data_ptr(), plain._version
-            self._plain.setdefault(id(parameter), []).append((plain, *place))
+            self._plain[id(parameter)] = plain, plain.data_ptr(), plain._version
         return plain
 
     def take_back(self, parameter: Tensor) -> None:
@@ -46,24 +50,25 @@ class CodeReads:
         from ndtp.runtime.grid_parts import part_of
         from ndtp.runtime.whole_operations import wrote
 
+        if self.read is None or id(parameter) not in self._plain:
+            return
         own: Any = parameter
-        noted = self._plain.get(id(parameter), [])
-        for i, (plain, address, version) in enumerate(noted):
-            memory = local_of(parameter).untyped_storage()._cdata
-            is_written = plain._version != version and plain.untyped_storage()._cdata != memory
-            if plain.data_ptr() == address and not is_written:
-                continue
-            name = self._read[id(parameter)][1]
-            if plain.shape != own.shape:
-                raise LayoutError(
-                    f"parallelize: the model's code changes {name}, {tuple(own.shape)}, by a tensor "
-                    f"{tuple(plain.shape)}, of which a rank has another part\n"
-                    "  fix: change parameters outside of forward, or name the layer in keep="
-                )
-            with torch.no_grad():
-                own._local_tensor.copy_(part_of(plain.detach(), own._dtensor))
-            wrote(type(own), own)
-            noted[i] = plain, plain.data_ptr(), plain._version
+        plain, address, version = self._plain[id(parameter)]
+        memory = local_of(parameter).untyped_storage()._cdata
+        is_written = plain._version != version and plain.untyped_storage()._cdata != memory
+        if plain.data_ptr() == address and not is_written:
+            return
+        if plain.shape != own.shape:
+            name = self.read[id(parameter)][1]
+            raise LayoutError(
+                f"parallelize: the model's code changes {name}, {tuple(own.shape)}, by a tensor "
+                f"{tuple(plain.shape)}, of which a rank has another part\n"
+                "  fix: change parameters outside of forward, or name the layer in keep="
+            )
+        with torch.no_grad():
+            own._local_tensor.copy_(part_of(plain.detach(), own._dtensor))
+        wrote(type(own), own)
+        self._plain[id(parameter)] = plain, plain.data_ptr(), plain._version
 
     def watch(self, given: Any, left_out: type | tuple[type, ...] = ()) -> None:
         """End: what the forward gave refuses a backward behind other changes of what the code has read.
@@ -72,9 +77,10 @@ class CodeReads:
             given: what the forward gave.
             left_out: kinds of tensors that do not know yet how they are made.
         """
-        for parameter, _ in list(self._read.values()):
+        found = [*self.read.values()] if self.read else []
+        for parameter, _ in found:
             self.take_back(parameter)
-        read = [(parameter, version_of(parameter), name) for parameter, name in self._read.values()]
+        read = [(parameter, version_of(parameter), name) for parameter, name in found]
         self._plain = {}
         if read and not torch.compiler.is_compiling():
             for x in tree_leaves(given):
