@@ -40,7 +40,7 @@ from ndtp.ops.moving import taken
 from ndtp.ops.norms import NormPlan, bound_norm, norm, with_eps
 from ndtp.runtime.arrival import is_plain, stored_shape
 from ndtp.runtime.eagerly import WHY_EAGER, eagerly
-from ndtp.runtime.halves import laid_sizes
+from ndtp.runtime.halves import laid_sizes, without_padding
 from ndtp.runtime.of_turn import OfTurn
 
 
@@ -308,15 +308,17 @@ class Replicated(nn.Module):
         running = self.ndtp_frame.running
         if name in self.__dict__["_parameters"] and running and running[-1] is not None and value is not None:
             plan, part = self.ndtp_plan(name), self._part(name)
-            reads = note_read(running, value, f"'{plan.name}'")
+            reads, known = note_read(running, value, f"'{plan.name}'")
+            if known is not None and part is None and not is_in_transform():
+                return known
             with temporarily_clear_interpreter_stack() if is_in_transform() else nullcontext():
                 plain = taken(value, plan, self.ndtp_frame.mesh)
             # One that is shared with a layer on the grid is split, and may be padded.
             real = getattr(value, "ndtp_real", plain.shape)
             if part is not None:
                 plain = part.of(plain)
-            elif plain.shape != real:
-                plain = plain[tuple(map(slice, real))]
+            else:
+                plain = without_padding(plain, real)
             return plain if is_in_transform() else reads.stands_for(plain, value)
         if name in self.__dict__["_buffers"] and running and running[-1] is not None and value is not None:
             return value if is_plain(value) else value.full_tensor()  # made of a parameter, as the mask of a pruning

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +20,22 @@ from ndtp.runtime.arrival import is_plain, local_of
 from ndtp.runtime.versions import refuse_changed, version_of
 
 
+class StandIn(NamedTuple):
+    """A tensor that code gets in the place of a parameter.
+
+    Attributes:
+        place, version: where it lay when it was made, and how often it had been written to.
+        of_parameter: what changes when the parameter is written to otherwise.
+        has_grad: whether it was made with gradients.
+    """
+
+    plain: Tensor
+    place: int
+    version: int
+    of_parameter: tuple[int, ...]
+    has_grad: bool
+
+
 class CodeReads:
     """The parameters that one forward has read.
 
@@ -28,17 +44,21 @@ class CodeReads:
     """
 
     read: dict[int, tuple[Tensor, str]] | None = None  # of the class, so that a forward without reads makes nothing
-    _plain: dict[int, tuple[Tensor, int, int]]  # what stood for each last, where it lay, and its version
+    _stand_ins: dict[int, StandIn]  # for each the last one
 
     def note(self, parameter: Tensor, name: str) -> None:
         if self.read is None:
-            self.read, self._plain = {}, {}
+            self.read, self._stand_ins = {}, {}
         self.read[id(parameter)] = parameter, name
+
+    def stand_in_of(self, parameter: Tensor) -> StandIn | None:
+        return None if self.read is None else self._stand_ins.get(id(parameter))
 
     def stands_for(self, plain: Tensor, parameter: Tensor) -> Tensor:
         """Note that the code gets a plain tensor in the place of a parameter, and return it."""
         if type(plain) is Tensor and not plain.is_meta and not is_plain(parameter):
-            self._plain[id(parameter)] = plain, plain.data_ptr(), plain._version
+            made = StandIn(plain, plain.data_ptr(), plain._version, version_of(parameter), torch.is_grad_enabled())
+            self._stand_ins[id(parameter)] = made
         return plain
 
     def take_back(self, parameter: Tensor) -> None:
@@ -50,25 +70,26 @@ class CodeReads:
         from ndtp.runtime.grid_parts import part_of
         from ndtp.runtime.whole_operations import wrote
 
-        if self.read is None or id(parameter) not in self._plain:
+        stand_in, own = self.stand_in_of(parameter), cast(Any, parameter)
+        if stand_in is None:
             return
-        own: Any = parameter
-        plain, address, version = self._plain[id(parameter)]
-        memory = local_of(parameter).untyped_storage()._cdata
-        is_written = plain._version != version and plain.untyped_storage()._cdata != memory
-        if plain.data_ptr() == address and not is_written:
+        plain, memory = stand_in.plain, local_of(parameter).untyped_storage()._cdata
+        is_written = plain._version != stand_in.version and plain.untyped_storage()._cdata != memory
+        if plain.data_ptr() == stand_in.place and not is_written:
             return
         if plain.shape != own.shape:
+            assert self.read is not None
             name = self.read[id(parameter)][1]
             raise LayoutError(
                 f"parallelize: the model's code changes {name}, {tuple(own.shape)}, by a tensor "
                 f"{tuple(plain.shape)}, of which a rank has another part\n"
                 "  fix: change parameters outside of forward, or name the layer in keep="
             )
-        with torch.no_grad():
-            own._local_tensor.copy_(part_of(plain.detach(), own._dtensor))
+        own._local_tensor.data = part_of(plain.detach(), own._dtensor)  # what was computed has the memory of before
         wrote(type(own), own)
-        self._plain[id(parameter)] = plain, plain.data_ptr(), plain._version
+        self._stand_ins[id(parameter)] = stand_in._replace(
+            place=plain.data_ptr(), version=plain._version, of_parameter=version_of(parameter)
+        )
 
     def watch(self, given: Any, left_out: type | tuple[type, ...] = ()) -> None:
         """End: what the forward gave refuses a backward behind other changes of what the code has read.
@@ -81,22 +102,31 @@ class CodeReads:
         for parameter, _ in found:
             self.take_back(parameter)
         read = [(parameter, version_of(parameter), name) for parameter, name in found]
-        self._plain = {}
+        self._stand_ins = {}
         if read and not torch.compiler.is_compiling():
             for x in tree_leaves(given):
                 if isinstance(x, Tensor) and not isinstance(x, left_out) and x.grad_fn is not None:
                     x.grad_fn.register_prehook(partial(_refuse_changed, read))
 
 
-def note_read(running: Sequence[CodeReads | None], parameter: Tensor, name: str) -> CodeReads:
-    """Note that code reads a parameter, behind what code of this forward or of one around it has done to it."""
-    for each in running:
-        if each is not None:
-            each.take_back(parameter)
-    innermost = running[-1]
+def note_read(running: Sequence[CodeReads | None], parameter: Tensor, name: str) -> tuple[CodeReads, Tensor | None]:
+    """Note that code reads a parameter, behind what code of this forward or of one around it has done to it.
+
+    Returns:
+        The reads of the innermost forward, and what stands for the parameter already: whoever holds that, holds what is
+        read, as of a parameter.
+    """
+    innermost, known = running[-1], None
     assert innermost is not None
+    for each in running:
+        if each is None:
+            continue
+        each.take_back(parameter)
+        stand_in = each.stand_in_of(parameter)
+        if stand_in is not None and stand_in.has_grad == torch.is_grad_enabled():
+            known = stand_in.plain if stand_in.of_parameter == version_of(parameter) else None
     innermost.note(parameter, name)
-    return innermost
+    return innermost, known
 
 
 def _refuse_changed(read: Sequence[Any], _: Any) -> None:

@@ -16,7 +16,7 @@ from ndtp.algebra.steps import is_legal
 from ndtp.errors import GridError, LayoutError
 from ndtp.ops.reductions import reduce
 from ndtp.ops.resharding import resharded, seats_of
-from ndtp.runtime.arrival import local_shard
+from ndtp.runtime.arrival import local_shard, stored_shape
 
 if TYPE_CHECKING:
     from ndtp.runtime.grid_like import GridLike
@@ -80,7 +80,7 @@ class Placed:
                 f"Mapped.from_dtensor: it lies on {given.device_mesh}, the process grid on {mesh.device_mesh}\n"
                 "  fix: ndtp.ProcessGrid.from_mesh makes a process grid of a mesh"
             )
-        layout = Layout.from_placements(mesh.grid, mesh.mesh_axes, given.placements, given.dim())
+        layout = Layout.from_placements(mesh.grid, mesh.mesh_axes, given.placements, len(stored_shape(given)))
         layout.shard_shape(given.shape)
         return cls(local_shard(x), names, layout, mesh)
 

@@ -81,3 +81,60 @@ def check(write, sizes, scheme, keep):
 def test_parameters_take_what_forward_writes(ranks, write):
     ranks(2).run(check, write, {"x": 2}, "1d-sp", ())
     ranks(2).run(check, write, {"z": 2}, "3d", ("masked", "first"))
+
+
+def held_before(model, x):
+    gain = model.gain
+    model.gain.data = model.gain.data * 0.5
+    return x * gain
+
+
+def swapped(model, x):
+    model.gain.data, model.bias.data = model.bias.data, model.gain.data
+    return x * model.gain + model.bias
+
+
+def behind_its_use(model, x):
+    y = x * model.gain * model.bias
+    model.bias.data = model.bias.data + 1.0
+    return y
+
+
+def repeated(model, x):
+    for _ in range(3):
+        model.gain.data = model.gain.data.clamp(0.1, 0.5)
+        model.bias.data = model.bias.data / 2
+        x = x * model.gain + model.bias
+    return x
+
+
+class Orders(nn.Module):
+    """A forward that writes to its parameters in some order."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.first, self.last = way, nn.Linear(8, 8), nn.Linear(8, 8)
+        self.gain, self.bias = nn.Parameter(torch.rand(8)), nn.Parameter(torch.rand(8))
+
+    def forward(self, x):
+        return self.last(self.way(self, self.first(x)))
+
+
+def check_orders(sizes, scheme):
+    for way in (held_before, swapped, behind_its_use, repeated):
+        torch.manual_seed(0)
+        dense, x = Orders(way).double(), torch.randn(6, 8, dtype=torch.float64)
+        model = ndtp.parallelize(copy.deepcopy(dense), mesh_of(Grid(sizes)), scheme=scheme, example=x)
+        y, expected = model(x), dense(x)
+        torch.testing.assert_close(plain(y), expected, msg=way.__name__)
+        y.square().mean().backward()
+        expected.square().mean().backward()
+        for (name, p), q in zip(model.named_parameters(), dense.parameters(), strict=True):
+            torch.testing.assert_close(plain(p), q, msg=f"{way.__name__}: {name}")
+            if way is not behind_its_use:  # where the saved dense parameter sees what was written after its use
+                torch.testing.assert_close(plain(p.grad), q.grad, msg=f"{way.__name__}: gradient of {name}")
+
+
+@pytest.mark.parametrize(("sizes", "scheme"), [({"x": 2}, "1d"), ({"z": 2}, "3d")])
+def test_parameters_are_written_in_any_order(ranks, sizes, scheme):
+    ranks(2).run(check_orders, sizes, scheme)
