@@ -99,13 +99,14 @@ class Adopted(Sharded):
             return
         if not is_placed(own):
             put_on_grid(own, layout, self.mesh, f"{self.name}.{name}", shape)
-        stored = laid_sizes(stored_shape(own), layout.ndim)
-        if own.ndtp_layout != layout or stored != tuple(shape or own.ndtp_real):
+        is_same = own.ndtp_layout == layout
+        stored = laid_sizes(stored_shape(own), layout.ndim) if is_same else ()
+        if not is_same or stored != tuple(shape or own.ndtp_real):
             raise LayoutError(
                 f"'{self.name}': {name} is shared with another module, which wants it as {own.ndtp_layout}, not "
                 f"{layout}"
             )
-        self.lies[name] = Lies.of(layout, stored, laid_sizes(own.ndtp_real, layout.ndim))
+        self.lies[name] = Lies.of(layout, stored, own.ndtp_real)
 
     def own(self, name: str, x: Tensor) -> Tensor | None:
         """Return the parameter of the layer, or the tensor that hooks or a parametrization have put in its place."""
@@ -308,7 +309,7 @@ class Replicated(nn.Module):
         running = self.ndtp_frame.running
         if name in self.__dict__["_parameters"] and running and running[-1] is not None and value is not None:
             plan, part = self.ndtp_plan(name), self._part(name)
-            reads, known = note_read(running, value, f"'{plan.name}'")
+            reads, known = note_read(running, value, f"'{plan.name.removeprefix('.')}'")
             if known is not None and part is None and not is_in_transform():
                 return known
             with temporarily_clear_interpreter_stack() if is_in_transform() else nullcontext():

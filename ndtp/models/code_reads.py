@@ -67,9 +67,6 @@ class CodeReads:
         Raises:
             LayoutError: it is no tensor of its sizes.
         """
-        from ndtp.runtime.grid_parts import part_of
-        from ndtp.runtime.whole_operations import wrote
-
         stand_in, own = self.stand_in_of(parameter), cast(Any, parameter)
         if stand_in is None:
             return
@@ -77,15 +74,19 @@ class CodeReads:
         is_written = plain._version != stand_in.version and plain.untyped_storage()._cdata != memory
         if plain.data_ptr() == stand_in.place and not is_written:
             return
-        if plain.shape != own.shape:
-            assert self.read is not None
-            name = self.read[id(parameter)][1]
+        from ndtp.runtime.grid_parts import part_of
+        from ndtp.runtime.whole_operations import wrote
+
+        if (plain.shape, plain.dtype, plain.device) != (own.shape, own.dtype, own.device):
+            name = (self.read or {})[id(parameter)][1]
             raise LayoutError(
-                f"parallelize: the model's code changes {name}, {tuple(own.shape)}, by a tensor "
-                f"{tuple(plain.shape)}, of which a rank has another part\n"
-                "  fix: change parameters outside of forward, or name the layer in keep="
+                f"parallelize: the model's code changes {name}, {tuple(own.shape)} of {own.dtype}, by a tensor "
+                f"{tuple(plain.shape)} of {plain.dtype}, which is no whole one of its kind\n"
+                "  fix: change parameters outside of forward"
             )
         own._local_tensor.data = part_of(plain.detach(), own._dtensor)  # what was computed has the memory of before
+        if not own.is_inference():
+            torch.autograd.graph.increment_version([own])  # or ranks that write alone would not be seen
         wrote(type(own), own)
         self._stand_ins[id(parameter)] = stand_in._replace(
             place=plain.data_ptr(), version=plain._version, of_parameter=version_of(parameter)

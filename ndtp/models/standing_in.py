@@ -14,7 +14,6 @@ from ndtp.errors import LayoutError
 from ndtp.nn.parameters import moved_in_place, put_in_place, put_on_grid
 from ndtp.nn.sharded import Lies
 from ndtp.runtime.arrival import is_plain, stored_shape
-from ndtp.runtime.halves import as_it_lies, laid_sizes
 from ndtp.runtime.process_grid import ProcessGrid
 
 
@@ -27,15 +26,16 @@ def take_place(param: Any, lies: Lies, mesh: ProcessGrid, name: str) -> None:
     """
     if is_plain(param) and type(param) is not nn.Parameter:
         raise LayoutError(
-            f"ndtp: '{name}' {lies.real} is split over ranks, and got a parameter of the class {type(param).__name__}, "
-            "which only its own code reads\n  fix: quantise before parallelize, which leaves such layers whole"
+            f"ndtp: '{name}' {lies.dense} is split over ranks, and got a parameter of the class "
+            f"{type(param).__name__}, which only its own code reads\n"
+            "  fix: quantise before parallelize, which leaves such layers whole"
         )
-    shape = laid_sizes(param.shape, lies.layout.ndim) if is_plain(param) and param.dim() > 2 else tuple(param.shape)
-    if is_plain(param) and shape == lies.real and not param.is_meta and mesh.device_mesh is not None:
+    shape = tuple(param.shape)
+    if is_plain(param) and shape == lies.dense and not param.is_meta and mesh.device_mesh is not None:
         put_on_grid(param, lies.layout, mesh, name, lies.shape)
-    elif is_plain(param) and shape not in (lies.real, lies.shard):
+    elif is_plain(param) and shape not in (lies.dense, lies.shard):
         raise LayoutError(
-            f"ndtp: '{name}' is {lies.real}, split over ranks, and got a parameter {tuple(param.shape)}\n"
+            f"ndtp: '{name}' is {lies.dense}, split over ranks, and got a parameter {shape}\n"
             "  fix: a dense parameter of its shape; or change the model before parallelize"
         )
     elif not is_plain(param) and (how := _how(param)) != (own := (*_placed(lies, mesh), lies.shape)):
@@ -61,9 +61,7 @@ def lying(value: Any, lies: Lies, mesh: ProcessGrid, name: str) -> Any:
     if mesh.device_mesh is None or (is_plain(value) and tuple(value.shape) == lies.shard != lies.real):
         return value
     if is_plain(value):
-        if value.dim() == lies.layout.ndim - 1 and value.dim() > 2:
-            value = as_it_lies(value, lies.layout.ndim)
-        if tuple(value.shape) != lies.real:
-            raise LayoutError(f"ndtp: in the place of '{name}' {lies.real} is a tensor {tuple(value.shape)}")
+        if tuple(value.shape) != lies.dense:
+            raise LayoutError(f"ndtp: in the place of '{name}' {lies.dense} is a tensor {tuple(value.shape)}")
         return put_in_place(value, lies.layout.placements_on(mesh.mesh_axes), mesh.device_mesh, lies.shape, name)
     return moved_in_place(value, _placed(lies, mesh), lies.shape, name)

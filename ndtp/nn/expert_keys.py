@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ndtp.runtime.arrival import is_plain, stored_shape
+
 SEPARATE = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("gate", "up", "down"))
 
 
@@ -33,7 +35,7 @@ def read(state: dict[str, Any], prefix: str, count: int, gated: bool, unexpected
             taken = {key for each in keys for key in each}
             unexpected[:] = [key for key in unexpected if key not in taken]
     value = state.get(up_name)
-    if gated and isinstance(value, Tensor) and len(_stored_shape(value)) == 3 and value.shape[1] % 2 == 0:
+    if gated and isinstance(value, Tensor) and len(stored_shape(value)) == 3 and value.shape[1] % 2 == 0:
         state[up_name] = _whole(value).unflatten(1, (2, -1))
     return state
 
@@ -59,13 +61,5 @@ def fused(state: dict[str, Any], prefix: str) -> dict[str, Any]:
     return {name: value.flatten(1, 2) if name == key else value for name, value in state.items()}
 
 
-def _stored_shape(x: Tensor) -> torch.Size:
-    from ndtp.runtime.arrival import stored_shape
-
-    return stored_shape(x)
-
-
 def _whole(x: Any) -> Tensor:
-    from ndtp.runtime.arrival import is_plain
-
     return x.detach() if is_plain(x) else x.full_tensor()  # type: ignore[no-any-return]

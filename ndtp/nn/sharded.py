@@ -30,22 +30,27 @@ from ndtp.ops.memory import Memory, measured
 from ndtp.runtime.arrival import is_plain, local_of
 from ndtp.runtime.dry_grid import DryGrid, dry_backend
 from ndtp.runtime.given_mesh import GivenWire, given_mesh
+from ndtp.runtime.halves import laid_sizes
 from ndtp.runtime.process_grid import ProcessGrid
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Lies(NamedTuple):
-    """The layout of a parameter, its global shape as stored and without padding, and its shard's shape."""
+    """The layout of a parameter, its global shape as stored and without padding, its shard's shape, and the dense
+    model's shape, which has a dim less where the parameter has halves (`ndtp.runtime.halves`).
+    """
 
     layout: Layout
     shape: tuple[int, ...]
     real: tuple[int, ...]
     shard: tuple[int, ...]
+    dense: tuple[int, ...]
 
     @classmethod
-    def of(cls, layout: Layout, shape: Sequence[int], real: Sequence[int]) -> Lies:
-        return cls(layout, tuple(shape), tuple(real), layout.shard_shape(shape))
+    def of(cls, layout: Layout, shape: Sequence[int], dense: Sequence[int]) -> Lies:
+        real = laid_sizes(dense, layout.ndim) if len(dense) else tuple(dense)
+        return cls(layout, tuple(shape), real, layout.shard_shape(shape), tuple(dense))
 
 
 class Sharded(nn.Module):
@@ -114,7 +119,7 @@ class Sharded(nn.Module):
             lies, device_mesh = self.lies[name], self.mesh.device_mesh
             if device_mesh is not None:
                 where = f"{self.name}.{name}"
-                if type(parameter) is Tensor and parameter.shape == lies.real:
+                if type(parameter) is Tensor and parameter.shape == lies.dense:
                     # Whole, and no parameter: computed, and put in its place by `torch.func.functional_call`.
                     placements = lies.layout.placements_on(self.mesh.mesh_axes)
                     parameter = put_in_place(parameter, placements, device_mesh, lies.shape, where)
@@ -135,7 +140,7 @@ class Sharded(nn.Module):
         """The error of a layer whose parameter was taken away, and which cannot do without."""
         return LayoutError(
             f"{type(self).__name__} '{self.name}' has no {name}, which was set to None or deleted\n"
-            f"  fix: give it back a {name}, {self.lies[name].real}"
+            f"  fix: give it back a {name}, {self.lies[name].dense}"
         )
 
     def take_over(self, name: str, dense: Tensor) -> None:

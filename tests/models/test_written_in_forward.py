@@ -138,3 +138,32 @@ def check_orders(sizes, scheme):
 @pytest.mark.parametrize(("sizes", "scheme"), [({"x": 2}, "1d"), ({"z": 2}, "3d")])
 def test_parameters_are_written_in_any_order(ranks, sizes, scheme):
     ranks(2).run(check_orders, sizes, scheme)
+
+
+def on_one_rank(model, x):
+    if torch.distributed.get_rank(model.group) == 0:
+        model.gain.data = model.gain.data * 0.5
+    return x * model.gain
+
+
+def narrowed(model, x):
+    model.gain.data = model.gain.data.bfloat16()
+    return x * model.gain
+
+
+def check_refused():
+    mesh, x = mesh_of(Grid(x=2)), torch.randn(6, 8)
+    model = Orders(on_one_rank)
+    model.group = mesh.group(("x",))
+    model = ndtp.parallelize(model, mesh, scheme="1d", example=x)
+    with pytest.raises(ndtp.MismatchError, match="weight 'gain'"):
+        for _ in range(2):
+            model(x)
+    model = ndtp.parallelize(Orders(held_before), mesh, scheme="1d", example=x)
+    model.way = narrowed
+    with pytest.raises(ndtp.LayoutError, match=r"changes 'gain', \(8,\) of torch\.float32, .* torch\.bfloat16"):
+        model(x)
+
+
+def test_other_kinds_and_writes_of_one_rank_are_named(ranks):
+    ranks(2).run(check_refused)
