@@ -40,7 +40,7 @@ from ndtp.ops.moving import taken
 from ndtp.ops.norms import NormPlan, bound_norm, norm, with_eps
 from ndtp.runtime.arrival import is_plain, stored_shape
 from ndtp.runtime.eagerly import WHY_EAGER, eagerly
-from ndtp.runtime.halves import laid_sizes, without_padding
+from ndtp.runtime.halves import laid_sizes, dense_part
 from ndtp.runtime.of_turn import OfTurn
 
 
@@ -319,7 +319,7 @@ class Replicated(nn.Module):
             if part is not None:
                 plain = part.of(plain)
             else:
-                plain = without_padding(plain, real)
+                plain = dense_part(plain, real)
             return plain if is_in_transform() else reads.stands_for(plain, value)
         if name in self.__dict__["_buffers"] and running and running[-1] is not None and value is not None:
             return value if is_plain(value) else value.full_tensor()  # made of a parameter, as the mask of a pruning

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from ndtp.runtime.dtensor_rules import dtensor_of
 from ndtp.runtime.gradient_ends import end_of
@@ -163,5 +164,24 @@ def taken_in(x: Tensor, sequence_number: int, parameter: Tensor) -> tuple[Tensor
     deferred = Deferred(parameter)
     local: Tensor = _Arrival.apply(x, deferred)  # type: ignore[no-untyped-call]
     # Backward goes by sequence numbers, highest first: wait when it has gone past the oldest product of the window.
-    local.grad_fn._set_sequence_nr(sequence_number)  # type: ignore[union-attr]
+    if deferred.leaf is not None or not _may_send(parameter.grad_fn):
+        local.grad_fn._set_sequence_nr(sequence_number)  # type: ignore[union-attr]
     return local, deferred
+
+
+def _may_send(node: Any) -> bool:
+    """Return whether the backward of a computed weight may start collectives: a function in Python is behind it.
+
+    Where numbers tie, as those of arrivals do, the order of the nodes depends on how many others a rank has.  So a
+    gradient that collectives follow keeps the number of its own, which comes in the same order on all ranks.
+    """
+    seen, waiting = set(), [node]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, BackwardCFunction) and node._forward_cls is not _Arrival:
+            return True
+        waiting += [after for after, _ in node.next_functions]
+    return False

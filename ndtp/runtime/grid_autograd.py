@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ndtp.runtime.grid_parts import on_every_rank, part_of
-from ndtp.runtime.halves import without_padding
+from ndtp.runtime.halves import dense_part
 
 
 class TakenWhole(torch.autograd.Function):
@@ -19,7 +19,7 @@ class TakenWhole(torch.autograd.Function):
     def forward(ctx: Any, x: Any) -> Tensor:
         ctx.like, ctx.kind = x._dtensor, type(x)
         whole = x._dtensor.full_tensor()
-        return without_padding(whole, x.ndtp_real)
+        return dense_part(whole, x.ndtp_real)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -42,7 +42,7 @@ class PutInPlace(torch.autograd.Function):
                 shape=shape,
                 stride=strides,
             )
-            local = part_of(dense, like)
+            local = part_of(dense.detach(), like)
         return kind(DTensor(local, like._spec, requires_grad=False), False, dense.shape)
 
     @staticmethod
@@ -58,7 +58,7 @@ class Moved(torch.autograd.Function):
         ctx.like, ctx.kind = x._dtensor, type(x)
         moved = x._dtensor.redistribute(*args, **kwargs)
         if x.is_padded and all(placement.is_replicate() for placement in moved.placements):
-            moved = on_every_rank(without_padding(moved.to_local(), x.ndtp_real), moved)
+            moved = on_every_rank(dense_part(moved.to_local(), x.ndtp_real), moved)
         return type(x)(moved, False, x.ndtp_real)
 
     @staticmethod
@@ -83,7 +83,22 @@ class ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        made = ctx.kind(DTensor(grad.contiguous(), ctx.spec, requires_grad=False), False, ctx.real)
-        if ctx.is_sum:
+        return OfShard.apply(grad, ctx.spec, ctx.real, ctx.kind, ctx.is_sum), None  # type: ignore[no-untyped-call]
+
+
+class OfShard(torch.autograd.Function):
+    """The gradient of `to_local`: a shard as one on the grid."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, spec: Any, real: Any, kind: Any, is_sum: bool) -> Any:
+        ctx.placements = spec.placements
+        made = kind(DTensor(local.detach().contiguous(), spec, requires_grad=False), False, real)
+        if is_sum:
             made.ndtp_is_sum = True
-        return made, None
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        if isinstance(grad, DTensor):
+            grad = grad.redistribute(placements=ctx.placements).to_local()
+        return grad, None, None, None, None

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from ndtp.runtime.dtensor_rules import box_of
-from ndtp.runtime.halves import as_it_lies, laid_sizes, without_padding
+from ndtp.runtime.halves import as_it_lies, laid_sizes, dense_part
 from ndtp.runtime.reads import NamedRead
 
 
@@ -35,7 +35,8 @@ def lying_as(local: Tensor, like: Any) -> Any:
 
 
 def on_every_rank(x: Tensor, like: Any) -> Any:
-    """A DTensor of a tensor that every rank has, on the mesh of another one."""
+    """A DTensor of the numbers of a tensor that every rank has, on the mesh of another one."""
+    x = x if torch.is_grad_enabled() else x.detach()  # or torch 2.11 has no rule for what autograd does of it
     return DTensor.from_local(x, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
 
 
@@ -46,7 +47,7 @@ def full_of(x: Any) -> Tensor:
     with NamedRead(own, "whole", getattr(x, "ndtp_name", "")):
         # Gloo has no integers of 16 bits.
         whole = own.full_tensor() if own.dtype is not torch.int16 else own.int().full_tensor().short()
-    return without_padding(whole, getattr(x, "ndtp_real", whole.shape))
+    return dense_part(whole, getattr(x, "ndtp_real", whole.shape))
 
 
 def boxes_of(like: Any, local: Tensor, real: Sequence[int]) -> list[tuple[tuple[int, ...], Tensor]]:

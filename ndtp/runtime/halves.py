@@ -23,7 +23,7 @@ def as_it_lies(dense: Tensor, dims: int) -> Tensor:
     return dense if dense.dim() == dims else dense.unflatten(1, (HALVES, -1))
 
 
-def without_padding(whole: Tensor, real: Sequence[int]) -> Tensor:
+def dense_part(whole: Tensor, real: Sequence[int]) -> Tensor:
     """Return a tensor that lies as on the grid with the sizes of the dense one."""
     laid = laid_sizes(real, whole.dim())
     whole = whole if whole.shape == laid else whole[tuple(map(slice, laid))].clone()

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ndtp.runtime.at_work import at_work
+from ndtp.runtime.grid_autograd import PutInPlace
 from ndtp.runtime.grid_parts import lying_as, part_of
 
 
@@ -48,6 +49,8 @@ def note_use(parameter: Any) -> None:
         def put(grad: Any) -> Any:
             if isinstance(grad, (kind, DTensor)) or grad.shape != real:
                 return None
+            if grad.requires_grad:  # `create_graph=True`
+                return PutInPlace.apply(grad, dtensor.placements, dtensor.device_mesh, dtensor.shape, kind)  # type: ignore[no-untyped-call]
             return kind(lying_as(part_of(grad.detach(), dtensor), dtensor), False, real)
 
         parameter.register_hook(put)

@@ -155,8 +155,7 @@ def _way(query: SplitTensor, key: Any, value: Any, mask: Any, is_causal: bool) -
         LayoutError: heads were asked for, and the ranks do not divide them.
     """
     spec, asked = query.spec, query.spec.context.attention
-    alike = all(isinstance(x, SplitTensor) and x.spec.dims == spec.dims for x in (key, value))
-    if not alike or key.shape[-2] != query.shape[-2] or asked == "gather":
+    if not all(_lies_as(x, spec) for x in (key, value)) or key.shape[-2] != query.shape[-2] or asked == "gather":
         return "gather"
     others = spec.mesh.grid.size(spec.dims[-3])
     local = lambda x: math.prod(x.spec.local)  # noqa: E731
@@ -184,6 +183,18 @@ def _way(query: SplitTensor, key: Any, value: Any, mask: Any, is_causal: bool) -
             spec.context.gathered["ring"] = 0
         way = "gather"
     return way
+
+
+def _lies_as(x: Any, spec: Spec) -> bool:
+    """Return whether a rank's keys or values are those of its own queries: split and padded alike, with as many heads
+    or a part of them.
+    """
+    if not isinstance(x, SplitTensor) or x.spec.dims != spec.dims:
+        return False
+    own, heads, count = x.spec, len(spec.sizes) - 3, len(spec.sizes) - 1
+    times = spec.sizes[heads] // own.sizes[heads]
+    wanted = [n // times if d == heads else n for d, n in enumerate(spec.padded[:count])]
+    return list(own.padded[:count]) == wanted
 
 
 def _over_ring(q: SplitTensor, k: Any, v: Any, mask: Any, is_causal: bool, scale: float | None) -> Any:

@@ -82,9 +82,10 @@ class _Sketch:
     lines: list[str] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
 
-    def add(self, kind: str) -> bool:
-        """Whether a line of one kind fits what there is."""
+    def add(self, kind: str, of: str = "") -> bool:
+        """Whether a line of one kind fits what there is, or one value of it."""
         draw = Draw(self.rng, self.values, self.layers, self.writes)
+        draw.of = of
         try:
             text = draw.line(kind)
         except IndexError:  # no value that it takes
@@ -95,6 +96,20 @@ class _Sketch:
             except (AssertionError, ValueError):  # heads that do not divide
                 return False
         return self.put(text if kind in WRITES else f"v{len(self.lines)} = {text}", draw.layers)
+
+    def add_chain(self) -> None:
+        """Gates and heads: a product of one layer, operations on all of its features, and parts of those."""
+        kinds = ["features", *self.rng.choices(["unary", "binary", "along", "reshape", "expand"], k=self.rng.randrange(4))]
+        of = ""
+        for kind in (*kinds, "apart"):
+            count = len(self.lines)
+            if not any(self.add(kind, of) for _ in range(4)):
+                continue
+            if kind == "features":
+                of = f"v{count}"
+            elif of and isinstance(self.values[f"v{count}"], Tensor):
+                x = self.values[f"v{count}"]
+                of = f"v{count}" if x.is_floating_point() and x.dim() else of
 
     def put(self, line: str, layers: dict[str, str]) -> bool:
         """Whether all lines run with this one; values are those after all, since some are views of others."""
@@ -147,6 +162,8 @@ def draw(seed: int, length: int | None = None, writes: bool | None = None) -> Pr
     changes = list(WRITES)
     kinds = [kind for kind in TEXTS if kind not in WRITES]
     while len(sketch.lines) < length + 2:
+        if rng.random() < 0.08:
+            sketch.add_chain()
         sketch.add(rng.choice(changes if writes and rng.random() < 0.3 else kinds))
     results = [key for key, x in sketch.values.items() if key[0] == "v" and isinstance(x, Tensor)]
     others = [key for key in results[:-1] if rng.random() < 0.4]

@@ -23,12 +23,14 @@ class Draw:
 
     Attributes:
         layers: those that the line makes, by name.
+        of: the value that the line is about; any value where this is empty.
         writes: whether the program writes in place; torch leaves undefined what that does to windows that overlap.
     """
 
     def __init__(self, rng: random.Random, values: dict[str, Any], known: dict[str, str], writes: bool) -> None:
         self.rng, self.values, self.known, self.writes = rng, values, known, writes
         self.layers: dict[str, str] = {}
+        self.of = ""
 
     def value(self, test: Callable[[Tensor], bool] = lambda x: True) -> str:
         """A value; later ones are likelier."""
@@ -114,7 +116,7 @@ class Draw:
         """
         rng = self.rng
         text = rng.choice([text for text in TEXTS[kind] if not (self.writes and text in OVERLAPPING)])
-        x = self.value(lambda x: x.dim() > 0)
+        x = self.of or self.value(lambda x: x.dim() > 0)
         dim = rng.randrange(self.values[x].dim())
         words = self.words(x, dim)
         return self.with_layers(text, words) if "<nn." in text else text.format(**words)

@@ -1,5 +1,7 @@
 """A sample of the random programs of `programs.py`, of which more are on record, and what they found beside rules."""
 
+import copy
+
 import torch
 from programs import run_programs
 from torch import nn
@@ -88,3 +90,31 @@ def check_returned():
 
 def test_what_a_function_returns_of_its_input_is_the_input(ranks):
     assert all(ranks(2).run(check_returned))
+
+
+class Gate(nn.Module):
+    """Two parts of one product: its parameters come in another order than that in which they are kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.both = nn.Linear(2, 16)
+
+    def forward(self, x):
+        value, gate = self.both(x).chunk(2, -1)
+        return value * gate.tanh()
+
+
+def check_uneven_rows():
+    """Ranks whose rows are padding have one more node in their graph, which breaks ties of autograd otherwise."""
+    torch.manual_seed(0)
+    dense, x = Gate().double(), torch.randn(6, 2, dtype=torch.float64)
+    model = ndtp.parallelize(copy.deepcopy(dense), ndtp.ProcessGrid(ndtp.Grid(z=2, y=2)), scheme="3d", example=x)
+    for each in (dense, model):
+        each(x.clone().requires_grad_()).square().sum().backward()
+    for mine, expected in zip(model.parameters(), dense.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), expected.grad)
+    return True
+
+
+def test_gradients_that_collectives_follow_come_in_one_order_on_all_ranks(ranks):
+    assert all(ranks(4).run(check_uneven_rows, timeout=60))
