@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 import sys
@@ -35,9 +34,11 @@ from ndtp.cli.common import (
     writing,
 )
 from ndtp.cli.progress import Runner
+from ndtp.cli.train_checks import check_files, keep_for_export, packed_tokens
 from ndtp.cli.train_log import LOG, live_table
+from ndtp.cli.train_model import config_file
 from ndtp.errors import LayoutError
-from ndtp.planner.fields import Number, integer, reason, unwritable
+from ndtp.planner.fields import Number, integer
 
 if TYPE_CHECKING:
     from ndtp.cli.job import Job
@@ -74,7 +75,8 @@ def train(
         int, typer.Option(callback=must_be(Number(0, 2**20, integer=True)), help="Of a batch. 0: two a stage.")
     ] = 0,
     model: Annotated[
-        Path | None, typer.Option(metavar="JSON", help="A config.json of transformers. Default: a byte-level model.")
+        Path | None,
+        typer.Option(metavar="PATH", help="A config.json of transformers, or its folder. Default: a byte-level model."),
     ] = None,
     steps: Annotated[int, typer.Option(callback=COUNT, help="In all, those before an interruption included.")] = 200,
     batch: Annotated[int, typer.Option(callback=SIZE, help="Sequences a step, on all ranks.")] = 16,
@@ -138,7 +140,7 @@ def train(
     from ndtp.cli.training import train as train_on_ranks
     from ndtp.testing import RankError
 
-    out = console(json_file)
+    out, model = console(json_file), config_file(model)
     axes = axis_sizes(grid, "--grid") if grid else {}
     there = world_size() or ranks
     if resume == "auto" and there not in (None, math.prod(axes.values()) * stages):
@@ -166,12 +168,12 @@ def train(
         raise typer.BadParameter("text is made by models that are not cut: --stages 1", param_hint="--sample")
     if capture:
         _check_capture(bool(axes), stages)
-    _check_files(text, model, context, output)
+    vocabulary = check_files(text, data, model, tokenizer, context, output, sample, prompt)
     if without := [folder for folder in compare or () if not (folder / LOG).is_file()]:
         raise typer.BadParameter(f"{without[0]} has no {LOG}, as the output of a run has", param_hint="--compare")
-    tokens = _tokens(data, text, tokenizer, model, field, context, output)
+    tokens = packed_tokens(data, text, tokenizer, vocabulary, field, context, output)
     if is_first_rank():
-        _keep_for_export(model, tokenizer, output)
+        keep_for_export(model, tokenizer, output)
     if hardware:
         from ndtp.planner.hardware import Hardware
 
@@ -294,96 +296,3 @@ def _chunks(text: str) -> int | str:
     if text == "auto" or (number and number <= 1024):
         return text if text == "auto" else int(number or 1)
     raise typer.BadParameter(f"{text!r}; it must be a number from 1 to 1024, or auto", param_hint="--chunks")
-
-
-def _check_config(path: Path, content: bytes) -> None:
-    try:
-        kind = json.loads(content).get("model_type")
-    except (ValueError, AttributeError, RecursionError):
-        kind = None
-    if not isinstance(kind, str):
-        raise typer.BadParameter(
-            f"{path} is no config.json of transformers, an object with a model_type", param_hint="--model"
-        )
-
-
-def _tokens(
-    data: Sequence[Path] | None, text: Path | None, tokenizer: Path | None, model: Path | None, field: str,
-    context: int, output: Path,
-) -> Path | None:  # fmt: skip
-    """The file of packed tokens, made before any rank is started."""
-    if not data:
-        if tokenizer is not None:
-            raise typer.BadParameter("it is for --data", param_hint="--tokenizer")
-        return None
-    if text is not None:
-        raise typer.BadParameter(f"FILE, {text}, is a text as well; give one of them", param_hint="--data")
-    if tokenizer is not None and model is None:
-        raise typer.BadParameter("the byte-level model has bytes; --model takes others", param_hint="--tokenizer")
-    import numpy as np
-
-    from ndtp.cli.train_data import DataError, least_tokens, tokenised
-
-    try:
-        path = tokenised(data, tokenizer, field, output, is_first_rank())
-    except DataError as error:
-        raise typer.BadParameter(str(error), param_hint="--data") from None
-    stream = np.load(path, mmap_mode="r")
-    if len(stream) < least_tokens(context):
-        raise typer.BadParameter(
-            f"{len(stream)} tokens; sequences of {context} take {least_tokens(context)} at least", param_hint="--data"
-        )
-    config = {} if model is None else json.loads(model.read_bytes())
-    size = (config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")) if model else 256
-    if size and int(stream.max()) >= size:
-        raise typer.BadParameter(
-            f"the data has token {int(stream.max())}, the model's vocabulary has {size}; --tokenizer names the model's "
-            "own", param_hint="--data",
-        )  # fmt: skip
-    return path
-
-
-def _keep_for_export(model: Path | None, tokenizer: Path | None, output: Path) -> None:
-    """Put beside the checkpoint what `ndtp export` needs: the model's config, and the tokenizer."""
-    from ndtp.cli.export import CONFIG, TOKENIZER
-
-    with writing(output):
-        for name in (CONFIG, "generation_config.json"):
-            source = None if model is None else model if name == CONFIG else model.parent / name
-            if source is not None and source.is_file() and source.resolve() != (output / name).resolve():
-                (output / name).write_bytes(source.read_bytes())
-        if tokenizer is not None:
-            from ndtp.cli.train_data import load_tokenizer
-
-            load_tokenizer(tokenizer).save_pretrained(output / TOKENIZER)
-
-
-def _check_files(text: Path | None, model: Path | None, context: int, output: Path) -> None:
-    from ndtp.cli.training import least_bytes
-
-    for path, option in ((text, "FILE"), (model, "--model")):
-        if path is None:
-            continue
-        try:
-            if path.exists() and not path.is_file():
-                raise OSError(f"{path} is no file")
-            content = path.read_bytes()
-        except (OSError, ValueError) as error:
-            raise typer.BadParameter(f"{path} cannot be read: {reason(error)}", param_hint=option) from None
-        if option == "--model":
-            _check_config(path, content)
-        size = len(content)
-        if option == "FILE" and size < least_bytes(context):
-            raise typer.BadParameter(
-                f"{path} has {size} bytes; sequences of {context} take {least_bytes(context)} at least",
-                param_hint=option,
-            )
-    if not is_first_rank():
-        return
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise typer.BadParameter(f"{output} cannot be made: {reason(error)}", param_hint="--output") from None
-    for name in (LOG, "loss.png"):
-        if problem := unwritable(str(output / name)):
-            raise typer.BadParameter(problem, param_hint="--output")

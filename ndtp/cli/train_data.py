@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ndtp.planner.fields import Number, reason, shown
+
 if TYPE_CHECKING:
     from ndtp.cli.job import Job
 
@@ -25,6 +27,7 @@ RECORDS = (".jsonl", ".ndjson", ".json")
 KNOWN = (*(each for each in TEXTS if each), *TABLES, *RECORDS)
 END_OF_BYTES = b"\n\n"
 IDS = "input_ids"  # of records that are tokenised already
+TOKEN = Number(0, 2**32 - 1, integer=True)  # what is kept of each
 HELD_OUT = 0.05
 MOST_SHOWN = 500  # characters of a path in an error
 SLOW_S = 3600.0  # for another rank to tokenise
@@ -69,10 +72,12 @@ def documents(path: Path, field: str) -> Iterator[str | Sequence[int]]:
     """The texts of a file, or the tokens of records that have `input_ids`.
 
     Raises:
-        DataError: a file that is no text, no JSON or no table, a record without the field, or pyarrow is missing.
+        DataError: a file that is no text, no JSON or no table, a record without the field or with another value than
+            a text or tokens, or pyarrow is missing.
     """
     if path.suffix in TABLES:
-        yield from (_document(record, field, path) for record in _table_records(path))
+        for number, record in enumerate(_table_records(path), 1):
+            yield _document(record, field, f"{path}, row {number}")
         return
     try:
         if path.suffix not in RECORDS:
@@ -81,21 +86,39 @@ def documents(path: Path, field: str) -> Iterator[str | Sequence[int]]:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield _document(json.loads(line), field, f"{path}:{number}")
-    except (OSError, ValueError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"{path} cannot be read: {error}") from None
+                    yield _document(_parsed(line, f"{path}:{number}"), field, f"{path}:{number}")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {reason(error)}") from None
 
 
-def _document(record: Any, field: str, where: object) -> str | Sequence[int]:
-    found = record.get(field, record.get(IDS)) if isinstance(record, dict) else None
-    if isinstance(found, str) or (isinstance(found, list) and all(isinstance(each, int) for each in found)):
-        return found
-    if found is None and isinstance(record, dict) and field in record:
-        return ""  # null: the row of a table that has no text
-    has = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
-    raise DataError(f"{where}: no text in {field!r}; the record has {has}; --field names another")
+def _parsed(line: str, where: str) -> Any:
+    try:
+        return json.loads(line)
+    except RecursionError:
+        raise DataError(f"{where} cannot be read: it is nested too deep") from None
+    except ValueError as error:
+        raise DataError(f"{where} cannot be read: {error}") from None
+
+
+def _document(record: Any, field: str, where: str) -> str | Sequence[int]:
+    """Return the text of a record, or its tokens; an empty text and no tokens are a document, which has none."""
+    if not isinstance(record, dict):
+        raise DataError(f"{where}: the record is {shown(record)}; fix: an object with a field {field!r} on each line")
+    name = field if field in record else IDS
+    if name not in record:
+        has = ", ".join(map(str, record))
+        raise DataError(f"{where}: no text in {field!r}; the record has {has}; --field names another")
+    found = record[name]
+    if isinstance(found, list):
+        for i, each in enumerate(found):
+            if not TOKEN.takes(each):
+                raise DataError(f"{where}: {name}[{i}]={shown(each)}; a token must be {TOKEN}")
+    elif not isinstance(found, str):
+        raise DataError(
+            f"{where}: {name}={shown(found)}; it must be text, or a list of tokens; fix: leave the record out, "
+            "or --field names another"
+        )
+    return found
 
 
 def _table_records(path: Path) -> Iterator[dict[str, Any]]:

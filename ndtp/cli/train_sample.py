@@ -15,15 +15,19 @@ if TYPE_CHECKING:
 TOP_K = 40
 
 
+def first_tokens(prompt: str, tokenizer: Any) -> list[int]:
+    """Return the tokens that a sample follows: those of the prompt, or one that begins a text."""
+    if tokenizer is None:
+        return list(prompt.encode()) or [ord(" ")]
+    found: list[int] = tokenizer(prompt, add_special_tokens=False).input_ids
+    return found or [tokenizer.eos_token_id or 0]
+
+
 @torch.no_grad()
 def sample(model: Any, job: Job) -> str:
     """`job.sample` tokens that follow the prompt, drawn from the likeliest; alike on every rank.  A collective."""
     tokenizer: Any = None if job.tokenizer is None else load_tokenizer(job.tokenizer)
-    if tokenizer is None:
-        start = list(job.prompt.encode()) or [ord(" ")]
-    else:
-        start = tokenizer(job.prompt, add_special_tokens=False).input_ids or [tokenizer.eos_token_id or 0]
-    ids = torch.tensor([start], device=next(model.module.parameters()).device)
+    ids = torch.tensor([first_tokens(job.prompt, tokenizer)], device=next(model.module.parameters()).device)
     model.module.eval()
     torch.manual_seed(job.seed)
     if model.is_ours:

@@ -76,12 +76,14 @@ def built(config: Mapping[str, Any], what: str = "model config") -> Any:
     if layers:
         raise GridError(f"{what}: {layers[0]}={shown(config[layers[0]])}; layers are counted up to {MOST_LAYERS}")
     given = {key: value for key, value in copy.deepcopy(dict(config)).items() if not key.startswith("_attn")}
-    with _quiet(transformers), torch.device("meta"):
+    with quiet(transformers), torch.device("meta"):
         try:
             made = transformers.AutoConfig.for_model(kind, **{k: v for k, v in given.items() if k != "model_type"})
             made._attn_implementation = "eager"  # which needs no other library
         except Exception as error:
-            raise GridError(f"{what}: transformers takes no such config of {shown(kind)}: {_line(error)}") from None
+            raise GridError(
+                f"{what}: transformers takes no such config of {shown(kind)}: {first_line(error)}"
+            ) from None
         kinds, problems = _classes(transformers, made, what), []
         for one in kinds:
             try:
@@ -90,7 +92,7 @@ def built(config: Mapping[str, Any], what: str = "model config") -> Any:
                 model = one(made)
                 model.tie_weights()
             except Exception as error:
-                problems.append(f"{one.__name__}: {_line(error)}")
+                problems.append(f"{one.__name__}: {first_line(error)}")
                 continue
             return model.eval()
     said = "; ".join(problems[:2]) or "it has no class of a model"
@@ -246,7 +248,7 @@ def _named(others: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, int]]:
     yield from sizes.items()
 
 
-def _quiet(transformers: Any) -> ExitStack:
+def quiet(transformers: Any) -> ExitStack:
     """Return a context without transformers' warnings about fields, which are a model's own business."""
     stack, logging = ExitStack(), transformers.utils.logging
     stack.callback(logging.set_verbosity, logging.get_verbosity())
@@ -254,6 +256,7 @@ def _quiet(transformers: Any) -> ExitStack:
     return stack
 
 
-def _line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return what an error says, on one line, and cut where it is long."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 160 else f"{text[:156]} ..."

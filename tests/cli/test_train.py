@@ -115,9 +115,9 @@ def test_a_config_of_transformers(tmp_path):
     transformers.Qwen2Config(vocab_size=256, num_key_value_heads=2, **sizes).save_pretrained(tmp_path)
     text = tmp_path / "text"
     text.write_bytes(b"to be or not to be, that is the question. " * 20)
-    words = (text, "--model", tmp_path / "config.json", "--steps", 3)
-    for name, grid in (("dense", ()), ("split", ("--grid", "dp=2"))):
-        result = train(*words, "--output", tmp_path / name, *grid)
+    words = (text, "--steps", 3, "--model")
+    for name, model, *grid in (("dense", tmp_path / "config.json"), ("split", tmp_path, "--grid", "dp=2")):
+        result = train(*words, model, "--output", tmp_path / name, *grid)
         assert result.exit_code == 0, result.output
     assert losses(tmp_path / "split") == pytest.approx(losses(tmp_path / "dense"), rel=1e-5)
 

@@ -29,16 +29,16 @@ def job(tmp_path, **fields):
 
 def test_documents_of_every_kind(tmp_path):
     (tmp_path / "a.txt").write_text("one")
-    (tmp_path / "b.jsonl").write_text('{"text": "two", "n": 1}\n\n{"text": null}\n{"input_ids": [3, 4]}\n')
+    (tmp_path / "b.jsonl").write_text('{"text": "two", "n": 1}\n\n{"text": ""}\n{"input_ids": [3, 4]}\n')
     assert [path.name for path in files_of([tmp_path])] == ["a.txt", "b.jsonl"]
     assert [*documents(tmp_path / "a.txt", "text")] == ["one"]
-    assert [*documents(tmp_path / "b.jsonl", "text")] == ["two", "", [3, 4]], "a null is no text, and no error"
+    assert [*documents(tmp_path / "b.jsonl", "text")] == ["two", "", [3, 4]]
     path = tokenised([tmp_path / "a.txt", tmp_path / "b.jsonl"], None, "text", tmp_path, writes=True)
     assert np.load(path).tolist() == [*b"one\n\ntwo\n\n", 3, 4, *b"\n\n"]
     before = path.stat().st_mtime_ns
     assert tokenised([tmp_path / "a.txt", tmp_path / "b.jsonl"], None, "text", tmp_path, writes=False) == path
     assert path.stat().st_mtime_ns == before, "made once"
-    for content, message in (("{", "cannot be read"), ("[1]", "the record has list"), ('{"body": 1}', "has body")):
+    for content, message in (("{", "cannot be read"), ("[1]", r"the record is \[1\]"), ('{"body": 1}', "has body")):
         (tmp_path / "c.jsonl").write_text(content)
         with pytest.raises(DataError, match=message):
             list(documents(tmp_path / "c.jsonl", "text"))
@@ -49,6 +49,36 @@ def test_documents_of_every_kind(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="has no file that ends in"):
         files_of([tmp_path / "empty"])
+
+
+@pytest.mark.parametrize(
+    "record, says",
+    [
+        ({"input_ids": [1, 2, -3]}, "input_ids[2]=-3; a token must be an integer from 0 to 4,294,967,295"),
+        ({"input_ids": [1, 2**32]}, "input_ids[1]=4294967296; a token"),
+        ({"input_ids": [2.5]}, "input_ids[0]=2.5; a token"),
+        ({"input_ids": [True]}, "input_ids[0]=True; a token"),
+        ({"input_ids": [1, [2]]}, "input_ids[1]=[2]; a token"),
+        ({"input_ids": 7}, "input_ids=7; it must be text, or a list of tokens"),
+        ({"text": 5}, "text=5; it must be text"),
+        ({"text": None}, "text=None; it must be text"),
+        ({"text": None, "input_ids": [1]}, "text=None; it must be text"),
+    ],
+    ids=str,
+)
+def test_a_record_that_is_neither_text_nor_tokens(tmp_path, record, says):
+    """The message names the file, the line and the value; nothing is trained."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{{"text": "one"}}\n{json.dumps(record)}\n')
+    result = train("--data", path, "--output", tmp_path / "out")
+    assert result.exit_code == 2 and f"{path}:2: {says}" in result.stderr, result.output
+
+
+def test_lines_that_are_no_json_are_named(tmp_path):
+    for content, says in (("{nope", "Expecting property name"), ("[" * 10**5, "nested too deep")):
+        (tmp_path / "a.jsonl").write_text(f'{{"text": "one"}}\n{content}\n')
+        with pytest.raises(DataError, match=f"a.jsonl:2 cannot be read: .*{says}"):
+            list(documents(tmp_path / "a.jsonl", "text"))
 
 
 def test_tables_of_datasets(tmp_path, monkeypatch):
