@@ -57,6 +57,17 @@ def writable(*suffixes: str, stdout: bool = False) -> Callable[[Any], Any]:
     return check
 
 
+def at_least(least: int) -> Callable[[Any], Any]:
+    """The callback of an option that counts something; the most that it may be is for the command to say."""
+
+    def check(value: Any) -> Any:
+        if value is not None and value < least:
+            raise typer.BadParameter(f"{shown(value)}; it must be an integer of at least {least}")
+        return value
+
+    return check
+
+
 COUNT = must_be(Number(1, MAX_COUNT, integer=True))
 COUNT_OR_NONE = must_be(Number(0, MAX_COUNT, integer=True))
 SIZE = must_be(Number(1, MAX_SIZE, integer=True))

@@ -14,6 +14,7 @@ from ndtp.cli.common import (
     PICTURES,
     JsonOption,
     WireOption,
+    at_least,
     axis_sizes,
     console,
     print_table,
@@ -30,19 +31,26 @@ if TYPE_CHECKING:
     from ndtp.planner.grid_plan import GridPlan
 
 
+SOME = at_least(1)
+
+
 def plan(
-    ranks: Annotated[int, typer.Option(help="Number of ranks (devices) of the job.")],
+    ranks: Annotated[int, typer.Option(callback=SOME, help="Number of ranks (devices) of the job.")],
     tokens: Annotated[
-        int | None, typer.Option(help="Rows of a step, over all ranks: sequences x length. A model's: 4 Mi.")
+        int | None,
+        typer.Option(callback=SOME, help="Rows of a step, over all ranks: sequences x length. A model's: 4 Mi."),
     ] = None,
-    hidden: Annotated[int | None, typer.Option(help="Features outside of the block.")] = None,
-    ffn: Annotated[int | None, typer.Option(help="Features inside of the block.")] = None,
+    hidden: Annotated[int | None, typer.Option(callback=SOME, help="Features outside of the block.")] = None,
+    ffn: Annotated[int | None, typer.Option(callback=SOME, help="Features inside of the block.")] = None,
     gated: Annotated[bool, typer.Option("--gated", help="An MLP with a gate beside its up projection.")] = False,
     experts: Annotated[
-        int | None, typer.Option(help="So many MLPs of --ffn features, of which a token goes through --top-k.")
+        int | None,
+        typer.Option(callback=SOME, help="So many MLPs of --ffn features, of which a token goes through --top-k."),
     ] = None,
-    top_k: Annotated[int, typer.Option("--top-k", help="Experts of a token.")] = 2,
-    shared: Annotated[int, typer.Option(help="Features of an MLP beside experts, for every token.")] = 0,
+    top_k: Annotated[int, typer.Option("--top-k", callback=SOME, help="Experts of a token.")] = 2,
+    shared: Annotated[
+        int, typer.Option(callback=at_least(0), help="Features of an MLP beside experts, for every token. 0: none.")
+    ] = 0,
     model: Annotated[
         str | None,
         typer.Option(
@@ -50,7 +58,8 @@ def plan(
         ),
     ] = None,
     sequence: Annotated[
-        int | None, typer.Option(help="Tokens of a sequence. Default: what the config says, 8192 at most.")
+        int | None,
+        typer.Option(callback=SOME, help="Tokens of a sequence. Default: what the config says, 8192 at most."),
     ] = None,
     batch: Annotated[
         int | None, typer.Option(callback=COUNT, help="Sequences of a model's step, over all ranks. With --decode: 32.")
@@ -68,7 +77,7 @@ def plan(
         Path | None,
         typer.Option(metavar="FILE.py", help="The program that runs the choice.", callback=writable(".py")),
     ] = None,
-    layers: Annotated[int | None, typer.Option(help="How often the block is repeated.")] = None,
+    layers: Annotated[int | None, typer.Option(callback=SOME, help="How often the block is repeated.")] = None,
     objective: Annotated[str, typer.Option(help="Of a training step: time, volume or memory.")] = "time",
     hardware: Annotated[
         str, typer.Option(metavar="NAME|FILE.toml", help="A preset, or a profile of `ndtp bench calibrate`.")
@@ -79,7 +88,9 @@ def plan(
     tp_within_node: Annotated[bool, typer.Option("--tp-within-node", help="Keep x and y inside a node.")] = False,
     fix: Annotated[list[str] | None, typer.Option(metavar="AXIS=SIZE", help="An axis that is given: dp=4.")] = None,
     no_pad: Annotated[bool, typer.Option("--no-pad", help="Only grids that divide every size.")] = False,
-    chunks: Annotated[int, typer.Option(help="Overlap collectives and products in this many pieces.")] = 1,
+    chunks: Annotated[
+        int, typer.Option(callback=SOME, help="Overlap collectives and products in this many pieces.")
+    ] = 1,
     wire: WireOption = None,
     eager: Annotated[bool, typer.Option("--eager", help="The host issues each task; else a captured step.")] = False,
     top: Annotated[int, typer.Option(callback=COUNT, help="Rows of the table, and plans in the JSON.")] = 10,

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from ndtp.cli.common import print_table
 from ndtp.cli.plan_model import Asked, config_of, length_of
+from ndtp.cli.planned_model import check_generates
 from ndtp.errors import GridError
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ def decode_question(asked: Asked, model: ModelSizes | CountedModel, batch: int |
     """Return the planner's question.
 
     Raises:
-        GridError: a model that is no stack of layers, or a value that is none of its kind.
+        GridError: a model that is no stack of layers or continues no text, or a value that is none of its kind.
     """
     from ndtp.planner.decode import DecodeQuestion
     from ndtp.planner.fields import Number
@@ -34,6 +35,7 @@ def decode_question(asked: Asked, model: ModelSizes | CountedModel, batch: int |
     shape = Transformer.of(str(config.get("model_type", "model")), model.blocks(1), sequence)
     if shape is None:
         raise GridError("plan: --decode takes a model of one stack of layers between an embedding and a head")
+    check_generates(asked.path)
     return DecodeQuestion(
         shape, BATCH if batch is None else batch, asked.ranks, Hardware.load(asked.hardware), asked.dtype,
         asked.fixed, asked.memory_limit,

@@ -37,6 +37,34 @@ def model_at(path: str, layers: int | None) -> ModelSizes | CountedModel:
         raise
 
 
+def check_generates(path: str) -> None:
+    """Check that a model continues text: that its class generates, and that its tokens see none behind them.
+
+    Raises:
+        GridError: it does not.  Where transformers is not installed, this cannot be told.
+    """
+    from ndtp.planner.model_config import read_file
+
+    config, what = read_file(path)
+    if not _is_for_transformers(config):
+        return
+    from ndtp.models.counted import built
+    from ndtp.models.trial import sees_later_tokens
+
+    model = built(config, what)
+    kind, why = type(model), ""
+    if not getattr(model, "can_generate", bool)():
+        why = f"{kind.__name__} generates none"
+    elif sees_later_tokens(kind, model.config):
+        why = f"in {kind.__name__} each token sees the tokens behind it"
+    if why:
+        raise GridError(
+            f"plan: --decode takes a model that continues text; {what}: {why}\n"
+            "  fix: the config of a decoder (where it is one, is_decoder=true and the class in architectures say so), "
+            "or leave --decode out"
+        )
+
+
 def _is_for_transformers(config: dict[str, Any]) -> bool:
     from ndtp.models.counted import is_installed, knows
 

@@ -13,6 +13,7 @@ from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.cli.common import (
     JsonOption,
+    at_least,
     axis_sizes,
     console,
     numbers,
@@ -117,11 +118,13 @@ def show_plan(
 @show.command("schedule")
 def show_schedule(
     grid: GridOption,
-    tokens: Annotated[int, typer.Option(help="Rows of the block.")] = 8192,
-    hidden: Annotated[int, typer.Option(help="Features outside of the block.")] = 4096,
-    ffn: Annotated[int, typer.Option(help="Features inside of the block.")] = 16384,
+    tokens: Annotated[int, typer.Option(callback=at_least(1), help="Rows of the block.")] = 8192,
+    hidden: Annotated[int, typer.Option(callback=at_least(1), help="Features outside of the block.")] = 4096,
+    ffn: Annotated[int, typer.Option(callback=at_least(1), help="Features inside of the block.")] = 16384,
     product: Annotated[str, typer.Option(help="up, down, or block for both with what lies between.")] = "block",
-    chunks: Annotated[int, typer.Option(help="Pieces of rows whose collectives run beside products.")] = 1,
+    chunks: Annotated[
+        int, typer.Option(callback=at_least(1), help="Pieces of rows whose collectives run beside products.")
+    ] = 1,
     dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32 or fp64.")] = "bf16",
     hardware: Annotated[
         str, typer.Option(metavar="NAME|FILE.toml", help="Whose clocks: a preset, or a calibrated profile.")

@@ -190,7 +190,7 @@ def test_bad_configs(ndtp, tmp_path, without_transformers, config, message):
         (("--model", "none.json", "--tokens", "1", "--ranks", "1"), "does not exist"),
         (("--tokens", "1", "--ranks", "1"), "give --hidden and --ffn, or --model"),
         ((*SIZES[:-1], "7", "--no-pad"), "fix: 4 or 8 ranks"),
-        ((*SIZES[:-1], "0"), "ranks=0"),
+        ((*SIZES[:-1], "0"), "'--ranks': 0; it must be an integer of at least 1"),
         ((*SIZES, "--plot", "/no/such/folder/a.png"), "does not exist"),
     ],
 )

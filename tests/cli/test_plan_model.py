@@ -69,6 +69,27 @@ def test_decoding(ndtp, config):
         assert code == 2 and message in said, said
 
 
+@pytest.mark.parametrize(
+    "extra, says",
+    [
+        ({}, "in BertLMHeadModel each token sees the tokens behind it"),
+        ({"architectures": ["BertForMaskedLM"]}, "BertForMaskedLM generates none"),
+        ({"is_decoder": True}, None),
+    ],
+    ids=str,
+)
+def test_decoding_takes_a_model_that_continues_text(ndtp, tmp_path, extra, says):
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+    config = {"model_type": "bert", "vocab_size": 64, "max_position_embeddings": 64, **sizes, **extra}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, _, said = ndtp("plan", "--decode", "--ranks", "2", "--model", str(tmp_path), "--sequence", "64")
+    if says is None:
+        assert code == 0, said
+    else:
+        assert code == 2 and "--decode takes a model that continues text" in said and says in said, said
+
+
 def test_axes_that_are_given_and_what_the_software_does(ndtp, config):
     words = ("--ranks", "64", "--software", "megatron", "--dtype", "fp8", "--recompute", "none", "--tokens", "1048576")
     code, out, _ = ndtp("plan", "--model", config(LARGE), *words, "--fix", "y=4,pp=4,cp=1", "--json", "-")

@@ -129,7 +129,7 @@ def test_any_value_of_any_option(hostile, data):
     [
         ("plan --top 0", "'--top': 0; it must be an integer from 1 to 1,000,000"),
         ("plan --tokens 10000000000000000000000", "tokens=10000000000000000000000; it must be an integer from 1"),
-        ("plan --layers 0", "layers=0; it must be an integer from 1 to 1,000,000"),
+        ("plan --layers 0", "'--layers': 0; it must be an integer of at least 1"),
         ("plan --ranks 2000000", "ranks=2000000; it must be an integer from 1 to 1,048,576"),
         ("plan --memory-limit nan", "memory_limit_gib=nan; it must be a number from"),
         ("plan --fix dp=²", "'dp=²' is not an axis and its size"),
@@ -159,6 +159,26 @@ def test_says_the_field_and_what_it_may_be(hostile, line, says):
     result = hostile(*command.split(), *given_to(command), *words)
     assert result.exit_code == 2
     assert says in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+# Options whose 0 means something, as their help says.
+MAY_BE_0 = {"--micro-batches", "--seed", "--restarts", "--sample", "--warmup", "--shared"}
+
+
+def test_what_counts_something_is_at_least_one(hostile):
+    """Each option of an integer: below the least it is refused by name, before anything is done."""
+    integers = [
+        (" ".join(words), option.opts[0])
+        for words, command in commands(COMMAND)
+        for option in command.params
+        if str(getattr(option, "type_descriptor", option)).count("int") and option.nargs == 1
+    ]
+    assert {("plan", "--sequence"), ("plan", "--chunks"), ("show schedule", "--chunks")} <= set(integers)
+    assert len(integers) > 40
+    for command, option in integers:
+        value = "-1" if option in MAY_BE_0 else "0"
+        result = hostile(*command.split(), *given_to(command), option, value)
+        assert result.exit_code == 2 and f"'{option}': {value}; it must be" in result.stderr, (command, option)
 
 
 def test_a_file_that_cannot_be_written_is_said_before_the_work(hostile, monkeypatch):
