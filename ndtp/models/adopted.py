@@ -40,7 +40,7 @@ from ndtp.ops.moving import taken
 from ndtp.ops.norms import NormPlan, bound_norm, norm, with_eps
 from ndtp.runtime.arrival import is_plain, stored_shape
 from ndtp.runtime.eagerly import WHY_EAGER, eagerly
-from ndtp.runtime.halves import laid_sizes, dense_part
+from ndtp.runtime.halves import dense_part, laid_sizes
 from ndtp.runtime.of_turn import OfTurn
 
 

@@ -31,7 +31,7 @@ from ndtp.models.roles import features, is_linear, join
 from ndtp.models.run_eagerly import compiled_parts_run_eagerly, run_eagerly
 from ndtp.models.saving import saved_whole
 from ndtp.models.split_layers import AsStored, ObservedEmbedding, ObservedLinear, SharedInput
-from ndtp.models.table_settings import setting_against
+from ndtp.models.table_settings import odd_settings, setting_against
 from ndtp.models.torch_attention import ObservedPart, OpenedPart, open_to_split, with_parts
 from ndtp.nn.padding import row_multiple
 from ndtp.ops.lookup import LookupPlan
@@ -285,7 +285,10 @@ class AnyModel(Placing):
             reason = None if isinstance(module, Adopted) else why_left(module)
             if reason:
                 self.kept.setdefault(name, reason)
-            if is_foreign(module):
+            odd = odd_settings(module) if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) else []
+            if odd:  # ranks sum its gradient as it comes, which may be sparse
+                self.kept.setdefault(name, f"it has {odd[0]}={getattr(module, odd[0])}")
+            if odd or is_foreign(module):
                 continue
             own = {key: p for key, p in module._parameters.items() if p is not None}
             if own and not isinstance(module, Adopted):
@@ -322,7 +325,8 @@ class AnyModel(Placing):
         layout = layouts.hidden if side else layouts.input
         axes = self.mesh.grid.nontrivial(layout.dims[1])
         count = self.mesh.grid.size(axes)
-        if count == 1 or size % self.count:
+        is_placeable = [axis for axis in self.mesh.mesh_axes if axis in axes] == list(axes)  # as a DTensor
+        if count == 1 or size % self.count or not is_placeable:
             return None
         return Layout(self.mesh.grid, *[None] * len(lead), axes)
 

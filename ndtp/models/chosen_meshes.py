@@ -41,20 +41,16 @@ def best_for_products(
     tokens: int | None,
     hardware: str | Hardware,
     wire: GivenWire,
-    others: bool,
 ) -> tuple[ProcessGrid, BlockLayouts]:
-    """The mesh and the layouts that the planner would take.
-
-    Args:
-        others: whether to plan for all products of the model, not for those of pairs alone.
-    """
+    """The mesh and the layouts that the planner would take for products of pairs, or for all where there are none."""
     if tokens is None:
         raise LayoutError("parallelize: scheme='auto' plans for a number of rows; give tokens=, those of a step")
     ups: list[Any] = [model.get_submodule(pair.up) for pair in pairs]
     sizes = [(up.in_features, up.out_features, pair.gate is not None) for up, pair in zip(ups, pairs, strict=True)]
-    if others:
-        sizes += _other_blocks(model, {name for pair in pairs for name in (*pair.ups, pair.down)})
-    weights = [up.weight for up in ups] or [p for p in model.parameters() if p.dim() > 1]
+    if not pairs:
+        sizes = _blocks(model)
+    weights = [up.weight for up in ups] or [m.weight for m in model.modules() if is_linear(m)]
+    weights = weights or [p for p in model.parameters() if p.dim() > 1]
     dtype = str(weights[0].dtype).removeprefix("torch.") if weights else "float32"
     ranks = mesh.grid.num_ranks if mesh else dist.get_world_size() if dist.is_initialized() else 1
     used = mesh.wire if mesh else Wire.of(wire)
@@ -63,14 +59,14 @@ def best_for_products(
     return mesh, best_layouts(request, mesh.grid)
 
 
-def _other_blocks(model: nn.Module, in_pairs: set[str]) -> list[tuple[int, int, bool]]:
-    """Products that are in no pair, as pairs of products of the same two sizes, there and back."""
+def _blocks(model: nn.Module) -> list[tuple[int, int, bool]]:
+    """All products, as pairs of products of the same two sizes, there and back."""
     counts: Counter[tuple[int, ...]] = Counter()
-    for name, module in model.named_modules():
+    for module in model.modules():
         if can_open(module):
             attention: Any = module
             parts = [projection(attention, each) for each in INPUTS]
             counts.update(tuple(sorted(features(part))) for part in (*parts, attention.out_proj))
-        elif is_linear(module) and name not in in_pairs:
+        elif is_linear(module):
             counts[tuple(sorted(features(module)))] += 1
     return [(small, large, False) for (small, large), n in counts.items() if small > 1 for _ in range(-(-n // 2))]

@@ -117,10 +117,16 @@ def usual_inputs(model: Any, batch: int | None, sequence: int | None, target: in
     Raises:
         LayoutError: a length is missing, or the model takes something else.
     """
-    main, config = getattr(model, "main_input_name", "input_ids"), model.config
+    main, config = getattr(model, "main_input_name", "input_ids"), getattr(model, "config", None)
     ids = lambda *shape: torch.empty(shape, dtype=torch.long, device="meta")  # noqa: E731
     if batch is None:
         raise LayoutError("report.volume: a whole model takes volume(batch, sequence), or its inputs by name")
+    if config is None:
+        first = next(iter(inspect.signature(model.forward).parameters), "x")
+        raise LayoutError(
+            f"report.volume: {type(model).__name__} has no config that tells what it takes\n"
+            f"  fix: volume({first}=torch.empty(.., device='meta')), its inputs by name"
+        )
     if main == IMAGES and isinstance(getattr(config, "image_size", None), (int, tuple, list)):
         size = config.image_size
         sides = (size, size) if isinstance(size, int) else tuple(size)

@@ -22,7 +22,7 @@ from ndtp.models.made_classes import made_class
 from ndtp.models.observation import observe_call
 from ndtp.models.plain_gradients import sum_plain_gradients_of
 from ndtp.models.report import Report
-from ndtp.runtime.arrival import is_plain
+from ndtp.runtime.arrival import is_plain, stored_shape
 from ndtp.runtime.default_group import OwnRows
 from ndtp.runtime.eagerly import WHY_EAGER, eagerly
 
@@ -143,8 +143,29 @@ def can_wait(model: nn.Module) -> bool:
     return not any(p.is_meta for p in model.parameters()) and "ndtp_stage" not in vars(model)
 
 
+def refuse_padding(model: nn.Module) -> None:
+    """Refuse parameters that lie on the grid with padding.
+
+    Raises:
+        LayoutError: names the first of them.
+    """
+    for name, p in model.named_parameters():
+        stored = stored_shape(p)
+        if not is_plain(p) and stored.numel() != p.numel():
+            raise LayoutError(
+                f"parallelize: pad=False, and {name} {tuple(p.shape)} is padded to {tuple(stored)} as {p.ndtp_layout}\n"  # type: ignore[attr-defined]
+                "  fix: pad=True; a grid whose axes divide the sizes; or keep=, for layers that stay whole"
+            )
+
+
 def finish(split: Any, report: Report, held: Held, linears: int, strict: bool) -> None:
-    """End the split of a whole model: states of optimizers, gradients of plain parameters, and the report."""
+    """End the split of a whole model: states of optimizers, gradients of plain parameters, and the report.
+
+    Raises:
+        LayoutError: nothing was replaced, or a parameter was padded, which nobody wants.
+    """
+    if not split.pad:
+        refuse_padding(split.model)
     report.replaced, report.kept, report.split, report.waits = split.replaced, split.kept, split, ""
     report.carried, report.was_dense = held.bring(split.mesh), held.was_dense
     sum_plain_gradients_of(split.model, split.mesh, split.frame.outside.dims[0], watches=False)

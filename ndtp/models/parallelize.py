@@ -14,7 +14,7 @@ from ndtp.algebra.layout import Layout
 from ndtp.algebra.schemes import BlockLayouts, block_layouts, known_scheme
 from ndtp.algebra.wire import Wire
 from ndtp.errors import LayoutError
-from ndtp.models.any_model import TWICE, AnyModel
+from ndtp.models.any_model import AnyModel
 from ndtp.models.auto_whole import plan_whole
 from ndtp.models.boundary import BoundaryLinear
 from ndtp.models.chosen_meshes import best_for_products, mesh_of_all_ranks
@@ -22,8 +22,8 @@ from ndtp.models.computed import set_hooked_apart
 from ndtp.models.first_call import FirstCall, can_wait, finish
 from ndtp.models.held import Held
 from ndtp.models.left_alone import why_left
-from ndtp.models.linear_pairs import find_pairs, pairs_by_name
-from ndtp.models.named_plan import BY_PLAN, LAYOUTS, NamedPlan, named_layouts, schemes_in
+from ndtp.models.linear_pairs import pairs_by_name
+from ndtp.models.named_plan import LAYOUTS, NamedPlan, named_layouts, schemes_in
 from ndtp.models.not_replicated import not_replicated
 from ndtp.models.observation import observe
 from ndtp.models.pair_layers import axes_of_rows, replace_one, replace_pair
@@ -94,9 +94,7 @@ def parallelize(
     A model of transformers whose layers are recognised is split from end to end: see `ndtp.models.transformer`.  Any
     other model runs once on tensors without memory, which shows what its layers share and what follows what.  Each
     layer that divides, or can be padded, is split then, and activations stay split between layers: see docs/models.md.
-    In a model whose Linears all stand in pairs, `Linear -> activation -> Linear` or `down(act(gate(x)) * up(x))`, each
-    pair becomes a tensor-parallel one, and activations are whole outside of it.  State-dict keys stay.  What was and
-    was not replaced, and why, is in `model.ndtp_report`.
+    State-dict keys stay.  What was and was not replaced, and why, is in `model.ndtp_report`.
 
     Args:
         plan: what becomes of layers, by their names or by patterns of these: the name of a scheme; None for one that
@@ -112,7 +110,7 @@ def parallelize(
         scheme, axes: as for `ndtp.nn.MLP`; "auto" takes the layouts by which a step on `mesh` takes least.
         tokens, hardware: what "auto" plans for: rows of a step, and a preset or profile of `ndtp.planner.hardware`.
             By a profile that was measured (`ndtp bench calibrate`) numbers of chunks are chosen, too.
-        pad: pad sizes that do not divide; without it they are an error.
+        pad: pad parameters whose sizes do not divide; without it they are an error, which leaves the model split.
         regather, chunks, wire: as for `ndtp.nn.Linear`.  A plan of `ndtp.plan` may name a wire, too.
         recipe: "bf16" or "fp8-rowwise": in which dtypes tensors travel and products multiply, see docs/wire.md.
         keep: names of layers that stay whole, with wildcards, as None says in `plan`.  What is recognised (attention,
@@ -168,6 +166,7 @@ def parallelize(
     if earlier is not None and earlier.split is not None:
         check_same_weights(model, earlier.mesh)  # type: ignore[arg-type]
         report = split_before(model, mesh, earlier)
+        report.rows = earlier.rows
         report.carried += held.bring(report.mesh)  # type: ignore[arg-type]
         report.count(model, count, earlier.split.linears)
         model.ndtp_report = report  # type: ignore[assignment]
@@ -182,23 +181,25 @@ def parallelize(
         refuse_layers_of_shards(model)
         check_same_weights(model, mesh)
         use_measured(mesh, hardware)
-        placing = {**options, "fuse": fuse, "attention": attention, **others}
+        placing = {**options, "fuse": fuse, "attention": attention, "pad": pad, **others}
         split: Split | AnyModel
         if not is_mixed and is_transformer(model) and is_recognised(model, mesh, layouts, left, **placing):
             split = Split(model, mesh, layouts, left, **placing)
             split.run()
+            report.rows = split.frame.outside.dims[0]
             finish(split, report, held, count, strict)
         else:
             by_name = named_layouts(values, model, mesh.grid, axes) if is_mixed else {}
             split = AnyModel(model, mesh, layouts, left, by_name=by_name, **placing)
-            with OwnRows(mesh, split.frame.outside.dims[0], type(model).__name__).while_running():
+            report.rows = split.frame.outside.dims[0]
+            with OwnRows(mesh, report.rows, type(model).__name__).while_running():
                 seen = observe(model, example)
             if seen is None and example is None and can_wait(model):
                 FirstCall(split, report, count, strict).wait()
             else:
                 split.place_by(seen)
                 finish(split, report, held, count, strict)
-        compare_calls(model, mesh, split.frame.outside.dims[0], made_by, check, check_every)
+        compare_calls(model, mesh, report.rows, made_by, check, check_every)
         return rechecked(model, recheck, mesh)
 
     if is_mixed and scheme == "auto":
@@ -214,33 +215,28 @@ def parallelize(
             layouts = block_layouts(mesh.grid, scheme, axes)  # type: ignore[union-attr]
         assert mesh is not None
         return whole_model(mesh, layouts, expert_axes=split_by)
-    pairs, report.kept = (pairs_by_name(model, names.roles), {}) if names.names_pairs else find_pairs(model)
-    in_pairs = names.names_pairs or 0 < count == sum(len(pair.ups) + 1 for pair in pairs)
-    if scheme == "auto":
-        mesh, layouts = best_for_products(model, pairs, mesh, tokens, hardware, wire, others=not in_pairs)
-    else:
+    if not names.names_pairs:
+        if scheme == "auto":
+            mesh, layouts = best_for_products(model, [], mesh, tokens, hardware, wire)
+        else:
+            layouts = block_layouts(mesh.grid, scheme, axes)  # type: ignore[union-attr]
         assert mesh is not None
-        layouts = block_layouts(mesh.grid, scheme, axes)
-    if is_mixed or not in_pairs:
         return whole_model(mesh, layouts)
-    for pair in [pair for pair in pairs if not {*pair.ups, pair.down}.isdisjoint(left)]:
-        report.kept |= dict.fromkeys((*pair.ups, pair.down), BY_PLAN)
-        pairs.remove(pair)
-    seen = None if names.names_pairs else observe(model, example)
-    for pair in [pair for pair in pairs if seen is not None and not seen.twice.isdisjoint((*pair.ups, pair.down))]:
-        report.kept |= dict.fromkeys((*pair.ups, pair.down), TWICE)
-        pairs.remove(pair)
+    pairs = pairs_by_name(model, names.roles)
+    if scheme == "auto":
+        mesh, layouts = best_for_products(model, pairs, mesh, tokens, hardware, wire)
+    else:
+        layouts = block_layouts(mesh.grid, scheme, axes)  # type: ignore[union-attr]
+    assert mesh is not None
     check_same_weights(model, mesh)
     use_measured(mesh, hardware)
     for pair in pairs:
         replace_pair(model, pair, mesh, report, pad, layouts.plans(pair.up), options)
-    if names.names_pairs:
-        for name, value in names.layouts.items():
-            replace_one(model, name, value, mesh, report, pad, options)
-    linears = (name for name, module in model.named_modules() if type(module) is nn.Linear)
-    for name in linears:
-        report.kept.setdefault(name, "not named in the plan")
+    for name, value in names.layouts.items():
+        replace_one(model, name, value, mesh, report, pad, options)
     for name, module in model.named_modules():
+        if type(module) is nn.Linear:
+            report.kept.setdefault(name, "not named in the plan")
         reason = None if isinstance(module, BoundaryLinear) else why_left(module)
         if reason:
             report.kept.setdefault(name, reason)
@@ -248,8 +244,8 @@ def parallelize(
     report.of(model, mesh, count, len(report.replaced), strict)
     not_replicated(model)
     keep_weights_apart(model)
-    rows = axes_of_rows(model)
-    OwnRows(mesh, rows, type(model).__name__).watch(model)
-    report.plain = sum_plain_gradients_of(model, mesh, rows)
-    compare_calls(model, mesh, rows, made_by, check, check_every)
+    report.rows = axes_of_rows(model)
+    OwnRows(mesh, report.rows, type(model).__name__).watch(model)
+    report.plain = sum_plain_gradients_of(model, mesh, report.rows)
+    compare_calls(model, mesh, report.rows, made_by, check, check_every)
     return rechecked(model, recheck)

@@ -38,6 +38,7 @@ class Placing:
         kept: why others were left as they are.
         keep: names of modules that stay whole.
         scores: layers beside experts whose few features every rank wants whole, by name.
+        pad: whether parameters whose sizes do not divide are padded, which is an error otherwise.
     """
 
     def __init__(
@@ -53,8 +54,9 @@ class Placing:
         fuse: bool = True,
         expert_axes: Sequence[str] | None = None,
         attention: str = "auto",
+        pad: bool = True,
     ) -> None:
-        self.linears = 0
+        self.linears, self.pad = 0, pad
         self.experts: list[SplitExperts] = []
         self.scores: dict[str, nn.Module] = {}
         self.cores: list[Core] = []

@@ -35,6 +35,7 @@ class Report:
         planned: what scheme="auto" chose for it, and for what.
         waits: why nothing is split yet; empty once it is.
         plan: what was said of layers by their names, as `parallelize(.., plan=report.plan)` takes it.
+        rows: the axes along which each rank calls the model with rows of its own, `dp`.
     """
 
     replaced: dict[str, str] = field(default_factory=dict)
@@ -49,6 +50,7 @@ class Report:
     planned: str = ""
     waits: str = ""
     plan: dict[str, Any] = field(default_factory=dict)
+    rows: tuple[str, ...] = ()
     plain: PlainGradients | None = field(default=None, repr=False)
 
     @property
@@ -71,7 +73,7 @@ class Report:
             inputs: what a whole model is called with, instead; of tensors only sizes matter, they may be on meta.
 
         Raises:
-            LayoutError: a whole model without `sequence`, or inputs of anything else.
+            LayoutError: a whole model without `sequence` or a config, or inputs of anything else.
         """
         if self.waits:
             raise LayoutError(f"report.volume: {self.waits}")

@@ -343,7 +343,7 @@ def _in_order(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def _state_of(grad: Any) -> tuple[int, int, int]:
     """Return what changes when other gradients come, or these are written to."""
     local = getattr(grad, "_local_tensor", grad)
-    return id(grad), grad._version + local._version, local.data_ptr()
+    return id(grad), grad._version + local._version, 0 if local.is_sparse else local.data_ptr()
 
 
 def _split_over(parameter: Tensor, every: Sequence[str]) -> tuple[str, ...]:

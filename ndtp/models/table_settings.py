@@ -21,8 +21,13 @@ def setting_against(name: str, table: Any, is_shared: bool) -> str | None:
         )
     if is_computed(table):
         return "its weight is computed from other parameters"
-    odd = [key for key in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(table, key)]
+    odd = odd_settings(table)
     return f"it has {odd[0]}={getattr(table, odd[0])}" if odd else None
+
+
+def odd_settings(table: Any) -> list[str]:
+    """Return the settings of an embedding by which a look-up changes rows, or its gradient is of another kind."""
+    return [key for key in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(table, key, None)]
 
 
 def refused_setting(table: Any) -> LayoutError:

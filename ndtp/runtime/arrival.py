@@ -143,7 +143,7 @@ class _Arrival(torch.autograd.Function):
         if deferred is not None and deferred.late is not None:
             late, deferred.late = deferred.late, None
             grad = late.arrive()
-        if grad is not None and ctx.spec is not None:
+        if grad is not None and ctx.spec is not None and not grad.is_sparse:  # which only a plain tensor is
             grad = arrived(_lying_as(grad, ctx.stride), ctx.x)
         return grad, None
 
@@ -181,7 +181,7 @@ def _may_send(node: Any) -> bool:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if isinstance(node, BackwardCFunction) and node._forward_cls is not _Arrival:
+        if isinstance(node, BackwardCFunction) and node._forward_cls is not _Arrival:  # type: ignore[attr-defined]
             return True
         waiting += [after for after, _ in node.next_functions]
     return False

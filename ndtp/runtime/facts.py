@@ -107,7 +107,8 @@ def projection_of(x: Tensor, place: int = 0) -> Tensor | Fingerprint:
 
 @torch.no_grad()
 def _sampled(x: Tensor, place: int) -> Tensor | Fingerprint:
-    flat = x.detach().reshape(-1)
+    x = x.detach()
+    flat = (x.coalesce().values() if x.is_sparse else x).reshape(-1)  # a gradient of an embedding may be sparse
     if flat.numel() > _SAMPLE:
         flat = flat[:: -(-flat.numel() // _SAMPLE)]
     if flat.is_complex():

@@ -352,6 +352,7 @@ def _fits(x: Tensor, shape: Any) -> bool:
 def _beside(x: Tensor, split: Any, name: str, flat: Sequence[Any]) -> Any:
     """A plain tensor as one that every rank has, in the place of the split one's whole."""
     shape = getattr(split, "_dtensor", split).shape
+    x = x.to_dense() if x.is_sparse else x  # what SparseAdam adds
     if not _fits(x, split.shape):
         raise refused(name, split, flat)
     if shape != split.shape:

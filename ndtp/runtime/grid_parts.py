@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from ndtp.runtime.dtensor_rules import box_of
-from ndtp.runtime.halves import as_it_lies, laid_sizes, dense_part
+from ndtp.runtime.halves import as_it_lies, dense_part, laid_sizes
 from ndtp.runtime.reads import NamedRead
 
 

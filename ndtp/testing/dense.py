@@ -94,7 +94,7 @@ def assert_matches_dense(
 
     A module with `in_layout` and `out_layout` gets its shard of the first input (as [rows, features], padded with zeros
     where the module pads its features).  Any other one, a `parallelize`d model say, gets the whole inputs, or its rows
-    of them where axes of the grid split rows outside of its pairs.  Both sides get the same seeded gradient of the
+    of them where axes of the grid (`dp`) split rows.  Both sides get the same seeded gradient of the
     output, as of the loss `sum(output * weights)`.  No `.grad` is touched.
 
     Args:
@@ -225,8 +225,8 @@ class _Ends:
                 if hasattr(end, attribute):
                     self.widths[what] = getattr(end, attribute)
         else:
-            layers = getattr(getattr(parallel, "ndtp_report", None), "layers", [])
-            self.rows = mesh.grid.nontrivial(layers[0].boundary.outside.dims[0]) if layers else ()
+            report = getattr(parallel, "ndtp_report", None)
+            self.rows = () if report is None else mesh.grid.nontrivial(report.rows)
 
     def layout(self, what: str, ndim: int) -> Layout | None:
         """Return the layout of an input, its gradient, or the output; None for a whole tensor."""

@@ -282,14 +282,5 @@ def parallel_model(
     options = {"axes": unit.axes, "chunks": unit.chunks, "regather": unit.regather}
     ndtp.parallelize(model, mesh, scheme=unit.scheme, strict=False, **options)
     model.between = between
-    place = Place(mesh, _rows_of(model))
+    place = Place(mesh, Layout(mesh.grid, mesh.grid.nontrivial(model.ndtp_report.rows), None))
     return model, place, place
-
-
-def _rows_of(model: Any) -> Layout:
-    """How a model's inputs and outputs lie: whole, but for rows of the axes that the scheme leaves to the user."""
-    report = model.ndtp_report
-    if report.layers:
-        return report.layers[0].boundary.outside  # type: ignore[no-any-return]
-    split = report.split or model.ndtp_waiting.split  # at the first call
-    return split.frame.outside  # type: ignore[no-any-return]

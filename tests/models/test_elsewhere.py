@@ -18,7 +18,7 @@ ONCE = {
     "layers of its own": "equal",  # a model without nn.Linear was refused
     "layers with spectral": "equal",  # `parallelize` read a weight whose parametrization changes buffers
     "an ensemble": "equal",  # of vmap of functional_call: what it takes is gathered
-    "a learner": "under a transform of torch.func",  # in its first call
+    "a learner": "torch.func transforms look past the shards",  # in its first call
     "a submodule that is a script": "'body' is a script",
 }
 

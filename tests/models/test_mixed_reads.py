@@ -100,7 +100,8 @@ class PairThatIsRead(nn.Module):
 
 def check_pairs():
     torch.manual_seed(0)
-    model = ndtp.parallelize(PairThatIsRead(), mesh_of(Grid(x=2)), scheme="1d")
+    names = {"pair.up": "up", "pair.down": "down"}
+    model = ndtp.parallelize(PairThatIsRead(), mesh_of(Grid(x=2)), names, scheme="1d")
     with pytest.raises(LayoutError) as error:
         model(torch.randn(4, 8))
     torch.manual_seed(0)

@@ -73,7 +73,7 @@ CASES = {
     "observed": (MinimalGPT, (IDS, IDS), OBSERVED, "2d", "AnyModel"),
     "recognised": (llama, (IDS,), {"lm_head": None}, "2d", "Split"),
     "recognised, of two schemes": (llama, (IDS,), {"*": "2d", "*.self_attn": "1d"}, "3d", "AnyModel"),
-    "pairs": (lambda: pair()[:3], (ROWS,), {"*": "2d"}, "1d", "NoneType"),
+    "a pair": (lambda: pair()[:3], (ROWS,), {"*": "2d"}, "1d", "AnyModel"),
     "pairs by name": (pair, (ROWS,), {"0": "up", "2": "down", "4": (Layout(GRID, "y", "x"),) * 2}, "2d", "NoneType"),
 }  # fmt: skip
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from products import mesh_of
-from test_linear_pairs import Block, ConvolutionLike, Gated, TwoLayers, Untraceable
+from test_linear_pairs import Block, Gated, TwoLayers, Untraceable
 from torch import nn
 from torch.nn import functional as F
 from turns import by_turns
@@ -74,6 +74,7 @@ def torch_encoder():
     )
 
 
+# Pairs are split where a plan names them; the general rule splits the others.
 MODELS = {
     "sequential": (sequential, (5, 12), None),
     "attributes": (attributes, (2, 3, 4), None),
@@ -125,7 +126,7 @@ def check_models(grid, scheme, names=tuple(MODELS)):
             grad = ours.grad.full_tensor() if hasattr(ours.grad, "full_tensor") else ours.grad
             real = tuple(slice(0, size) for size in theirs.shape)
             torch.testing.assert_close(grad[real], theirs.grad, rtol=1e-8, atol=1e-9, msg=f"{where}: {key}")
-        if grid.num_ranks > 1 and shape is not None and name != "sequential" and name != "torch's encoder":
+        if grid.num_ranks > 1 and plan is not None and name != "torch's encoder":
             volume = model.ndtp_report.volume(x[..., 0].numel())
             # The input of the first pair wants a gradient here, so every pair runs its full backward.
             assert meter.volume == volume, f"{where}: {meter.volume} != {volume}"
@@ -211,7 +212,7 @@ def check_weights_and_modes():
     frozen = encoder()
     frozen.load_state_dict(dense.state_dict())
     frozen[0].mapping.requires_grad_(False)
-    frozen = ndtp.parallelize(frozen, mesh)
+    ndtp.parallelize(frozen, mesh, {"*.mapping": "up", "*.projection": "down"})
     assert not frozen[0].mapping.weight.requires_grad and frozen[0].projection.weight.requires_grad
     for i in range(2):
         for name in ("mapping", "projection"):
@@ -231,7 +232,8 @@ def dropout_model(grid, scheme, p=0.5, rows=6):
     model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Dropout(p), nn.Linear(10, 6)).double()
     ndtp.parallelize(model, mesh, scheme=scheme)
     torch.manual_seed(5)
-    return model(example((rows, 6))), model.eval()(example((rows, 6)))
+    drawn = model(example((rows, 6))).gathered()
+    return drawn, model.eval()(example((rows, 6))).gathered()
 
 
 def test_weights_modes_and_dropout(ranks):
@@ -298,13 +300,17 @@ def test_errors():
 
 
 def check_no_padding():
-    try:
-        ndtp.parallelize(ConvolutionLike(), mesh_of(Grid(x=4)), scheme="1d-sp", pad=False)(torch.ones(3, 4))
-    except LayoutError as error:
-        return str(error)
-    raise AssertionError("3 rows over 4 ranks were taken")
+    mesh, words = mesh_of(Grid(x=4)), []
+    for plan, inner in (({"0": "up", "2": "down"}, 8), ({"0": "up", "2": "down"}, 6), (None, 6)):
+        model = nn.Sequential(nn.Linear(4, inner), nn.ReLU(), nn.Linear(inner, 4))
+        with pytest.raises(LayoutError) as error:
+            ndtp.parallelize(model, mesh, plan, scheme="1d-sp", pad=False)(torch.ones(3, 4))
+        words.append(str(error.value))
+    return words
 
 
 def test_without_padding_sizes_must_divide(ranks):
     messages = ranks(4).run(check_no_padding)
-    assert all(m == messages[0] for m in messages) and "fix" in messages[0]
+    assert all(m == messages[0] for m in messages) and all("fix" in each for each in messages[0])
+    rows, _, inner = messages[0]
+    assert "3" in rows and "0.weight (6, 4) is padded to (8, 4)" in inner

@@ -151,9 +151,8 @@ def check_assigned(scheme):
     dense = dense_linear(HIDDEN, HIDDEN)
     layer = ndtp.nn.Linear.from_dense(dense, mesh=mesh, scheme=scheme)
     block = ndtp.nn.MLP.from_dense(*dense_block(), "relu", mesh=mesh, scheme=scheme)
-    model = ndtp.parallelize(
-        dense_nn.Sequential(dense_nn.Linear(6, 9), dense_nn.ReLU(), dense_nn.Linear(9, 6)), mesh, scheme=scheme
-    )
+    model = dense_nn.Sequential(dense_nn.Linear(6, 9), dense_nn.ReLU(), dense_nn.Linear(9, 6))
+    ndtp.parallelize(model, mesh, {"0": "up", "2": "down"}, scheme=scheme)
     said = []
     for module, part, x in (
         (layer, layer, torch.ones(layer.in_layout.shard_shape((ROWS, HIDDEN)))),

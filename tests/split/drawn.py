@@ -99,7 +99,8 @@ class _Sketch:
 
     def add_chain(self) -> None:
         """Gates and heads: a product of one layer, operations on all of its features, and parts of those."""
-        kinds = ["features", *self.rng.choices(["unary", "binary", "along", "reshape", "expand"], k=self.rng.randrange(4))]
+        among = ["unary", "binary", "along", "reshape", "expand"]
+        kinds = ["features", *self.rng.choices(among, k=self.rng.randrange(4))]
         of = ""
         for kind in (*kinds, "apart"):
             count = len(self.lines)

@@ -140,9 +140,12 @@ F.linear({x}, <nn.Linear({n}, 12)>.weight)
     "apart": """
 torch.mul(*{x}.chunk(2, -1)) | F.glu({x}, -1) | {x}.chunk(2, -1)[1] | {x}.chunk(3, -1)[1] | {x}.chunk(4, -1)[2]
 torch.add(*{x}.split({n} // 2, -1)) | {x}.split([{n} - 4, 4], -1)[1] | {x}.unflatten(-1, (2, -1)).unbind(-2)[1]
-{x}.unflatten(-1, (-1, 2)).mean(-1) | {x}[..., {k}:] | {x}[..., ::2] * {x}[..., 1::2] | {x}.unflatten(-1, (2, -1)).softmax(-2)
-{x}.unflatten(-1, (3, -1))[..., 1, :] | {x}.view(*{x}.shape[:-1], 2, -1).transpose(-1, -2).flatten(-2)
-sum({x}.tensor_split(2, -1)) | {x}.narrow(-1, {n} // 2, {n} // 2) | torch.stack({x}.chunk(2, -1)).amax(0)
+{x}.unflatten(-1, (-1, 2)).mean(-1) | {x}[..., {k}:] | {x}[..., ::2] * {x}[..., 1::2]
+{x}.unflatten(-1, (2, -1)).softmax(-2)
+{x}.unflatten(-1, (3, -1))[..., 1, :]
+{x}.view(*{x}.shape[:-1], 2, -1).transpose(-1, -2).flatten(-2)
+sum({x}.tensor_split(2, -1)) | {x}.narrow(-1, {n} // 2, {n} // 2)
+torch.stack({x}.chunk(2, -1)).amax(0)
 """,
     "layers": """
 <nn.Linear({n}, {out}, bias={bias})>({x}) | <nn.Linear({n}, {out})>({x}) | <nn.LayerNorm({n})>({x})
