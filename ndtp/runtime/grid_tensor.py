@@ -245,6 +245,12 @@ class GridTensor(torch.Tensor):
                 return DTensor.full_tensor(self, grad_placements=grad_placements)  # type: ignore[arg-type]
             return TakenWhole.apply(self)  # type: ignore[no-any-return, no-untyped-call]
 
+    def storage(self) -> Any:
+        """Refuse the memory of the whole, which no rank has; safetensors asks for it."""
+        which = f"{self.ndtp_name or 'a tensor'} {tuple(self.shape)}"
+        fix = "fix: ndtp.checkpoint, or p.full_tensor() of each parameter, on every rank"
+        raise LayoutError(f"ndtp: no rank has the memory of {which}\n  {fix}")
+
     def __format__(self, spec: str) -> str:
         return format(full_of(self), spec) if not self.dim() else super().__format__(spec)
 

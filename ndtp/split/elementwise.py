@@ -25,7 +25,7 @@ NAMES = (
     "erfc", "erfinv",
     "exp", "exp2", "expm1", "fill", "float", "float_power", "floor", "floor_divide", "floordiv", "fmax", "fmin", "fmod",
     "frac", "ge", "gelu", "greater", "greater_equal", "gt", "half", "hardshrink", "hardsigmoid", "hardswish",
-    "hardtanh", "heaviside", "hypot", "int", "invert", "isfinite", "isinf", "isnan", "ldexp", "le",
+    "hardtanh", "heaviside", "hypot", "int", "invert", "isclose", "isfinite", "isinf", "isnan", "ldexp", "le",
     "leaky_relu", "lerp", "less", "less_equal", "lgamma", "log", "log10", "log1p", "log2", "logaddexp", "logaddexp2",
     "logical_and", "logical_not", "logical_or", "logical_xor", "logit", "logsigmoid", "long", "lt", "masked_fill",
     "maximum", "minimum", "mish", "mod", "mul", "multiply", "nan_to_num", "ne", "neg", "negative", "nextafter",

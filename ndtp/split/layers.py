@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ndtp.ops.losses import dtype_of_loss
 from ndtp.ops.norms import NormPlan, default_eps, norm
 from ndtp.split.copies import written
 from ndtp.split.elementwise import elementwise
-from ndtp.split.moving import brought
+from ndtp.split.moving import NO_AXES, brought
 from ndtp.split.spec import Spec, layout_of
 from ndtp.split.tensor import SplitTensor, enter, leave, rule, split_in
 from ndtp.split.views import with_dims_at, without
@@ -48,6 +49,23 @@ def dropout(func: Any, x: Any, p: float = 0.5, *args: Any, **kwargs: Any) -> Any
         written(x)
         return x
     return enter(dropped, spec)
+
+
+@rule(F.embedding, F.embedding_bag)
+def look_up(func: Any, ids: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
+    """Rows of a table whose features are split: each rank looks up its part of every row."""
+    if not isinstance(weight, SplitTensor) or weight.spec.dims[0]:
+        return NotImplemented
+    given = signature(func).bind(ids, weight, *args, **kwargs).arguments
+    factors = given.get("per_sample_weights")
+    if given.get("max_norm") or (isinstance(factors, Tensor) and factors.requires_grad):
+        return NotImplemented  # it needs whole rows
+    spec = weight.spec
+    y = func(whole(ids), leave(weight), *map(whole, args), **{name: whole(x) for name, x in kwargs.items()})
+    lead = y.shape[:-1]
+    layout = layout_of(spec.mesh, [*[NO_AXES] * len(lead), spec.dims[1]])
+    made = Spec(spec.context, (*lead, spec.sizes[1]), layout, (*lead, spec.padded[1]), spec.sections, spec.origin)
+    return enter(y, made)
 
 
 @rule(F.layer_norm, torch.layer_norm)

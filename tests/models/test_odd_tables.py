@@ -1,8 +1,9 @@
-"""Embeddings whose look-ups change rows, or whose gradients are sparse, stay whole and train as dense ones."""
+"""Tables of other kinds: whose look-ups change rows, whose gradients are sparse, bags, and tables that code reads."""
 
 import copy
 
 import torch
+import torch.nn.functional as F
 from products import mesh_of
 from torch import nn
 
@@ -45,3 +46,33 @@ def check_all():
 
 def test_odd_tables(ranks):
     ranks(2).run(check_all)
+
+
+class Bags(nn.Module):
+    def __init__(self, mode):
+        super().__init__()
+        self.bag, self.table, self.layer = nn.EmbeddingBag(31, 8, mode=mode), torch.randn(31, 8), nn.Linear(8, 24)
+        self.table = nn.Parameter(self.table)
+
+    def forward(self, x, factors):
+        weighted = self.bag(x, per_sample_weights=factors) if self.bag.mode == "sum" else 0.0
+        starts = torch.arange(x.shape[0]) * x.shape[1]
+        rows = F.embedding(x, self.table, padding_idx=2).mean(1)
+        return self.layer(self.bag(x) * rows + self.bag(x.flatten(), starts).tanh() + weighted)
+
+
+def check_bags():
+    """Their features are split, and no table is gathered."""
+    for mode, sizes, scheme in (("sum", {"x": 2}, "1d"), ("mean", {"y": 2}, "2d"), ("max", {"z": 2}, "3d")):
+        torch.manual_seed(0)
+        dense, x, factors = Bags(mode).double(), torch.randint(31, (4, 3)), torch.rand(4, 3).double()
+        model = ndtp.parallelize(copy.deepcopy(dense), mesh_of(Grid(**sizes)), scheme=scheme)
+        for each in (dense, model):
+            each(x, factors).pow(2).sum().backward()
+        for mine, expected in zip(model.parameters(), dense.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor(), expected.grad)
+        assert not model.ndtp_report.gathered and model.bag.weight.to_local().numel() == 31 * 4
+
+
+def test_bags(ranks):
+    ranks(2).run(check_bags)

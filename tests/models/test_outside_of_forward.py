@@ -262,3 +262,32 @@ def check_waiting(sizes):
 @pytest.mark.parametrize("sizes", [{"dp": 2}, {"x": 2}], ids=str)
 def test_what_runs_before_the_first_call(ranks, sizes):
     ranks(2).run(check_waiting, sizes)
+
+
+TWICE = {
+    "a product": lambda w, x: (x @ w.t()).pow(3).mean(),
+    "a layer's function": lambda w, x: F.linear(x, w).tanh().sum(),
+    "a mask": lambda w, x: (w * torch.linspace(0, 1, w.numel()).double().view(w.shape)).pow(3).mean(),
+    "a row": lambda w, x: w[1].pow(3).sum(),
+    "parts": lambda w, x: torch.cat([w, x]).pow(3).sum(),
+    "a loss": lambda w, x: F.mse_loss(w, torch.ones(w.shape).double()).pow(2),
+    "elsewhere": lambda w, x: everywhere(w).pow(3).sum(),
+    "whole": lambda w, x: (x @ whole(w).t()).pow(3).mean(),
+}
+
+
+def check_derivatives():
+    """Second and third ones of parameters, as a hand-written MAML or a Hessian-vector product takes them."""
+    dense, x = nn.Sequential(nn.Linear(3, 5)).double(), torch.linspace(-1, 1, 18).double().view(6, 3)
+    model = ndtp.parallelize(copy.deepcopy(dense), mesh_of(Grid(x=2)), scheme="1d", example=x)
+    for name, loss in TWICE.items():
+        found = []
+        for w in (model[0].weight, dense[0].weight):
+            first = torch.autograd.grad(loss(w, x), w, create_graph=True)[0]
+            second = torch.autograd.grad(first.pow(2).sum(), w, create_graph=True)[0]
+            found.append([whole(g) for g in (first, second, *torch.autograd.grad(second.pow(2).sum(), w))])
+        torch.testing.assert_close(*found, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_parameters_are_differentiated_again(ranks):
+    ranks(2).run(check_derivatives)

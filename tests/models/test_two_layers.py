@@ -1,0 +1,97 @@
+"""Models of nothing but `Linear -> activation -> Linear`: the general rule splits them as any other."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from products import mesh_of
+from safetensors.torch import save
+from torch import nn
+
+import ndtp
+from ndtp import Grid, LayoutError
+
+
+class Between(nn.Module):
+    """Its code does something between the layers."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.net, self.way = nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 6)), way
+
+    def forward(self, x, other=None):
+        return self.way(self.net, x)
+
+
+WAYS = {
+    "a norm": lambda net, x: net[2](F.layer_norm(net[0](x), (24,))),
+    "parts": lambda net, x: net[2](torch.cat([net[0](x)[:, :12].relu(), net[0](x)[:, 12:]], -1)),
+    "a constant": lambda net, x: net[2](net[0](x) + torch.arange(24.0, dtype=x.dtype)),
+    "its mean": lambda net, x: net(x) + net[0](x).mean(),
+    "one layer": lambda net, x: net[2](torch.cat([x] * 4, -1)),
+    "weights": lambda net, x: F.linear(F.linear(x, net[0].weight, net[0].bias).relu(), net[2].weight),
+}
+
+
+class Physics(nn.Module):
+    """Its own forward differentiates what its layers give."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 24), nn.Tanh(), nn.Linear(24, 1))
+
+    def forward(self, x):
+        x.requires_grad_()
+        u = self.net(x)
+        return torch.cat([u, torch.autograd.grad(u.sum(), x, create_graph=True)[0]], 1)
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.layer = nn.Embedding(9, 6), nn.Linear(6, 6)
+
+    def forward(self, ids):
+        return self.layer(self.table(ids))
+
+
+def check_same(name, models, call):
+    losses = []
+    for each in models:
+        out = call(*each)
+        losses.append((out.gathered() if hasattr(out, "gathered") else out).square().mean())
+        losses[-1].backward()
+    torch.testing.assert_close(*losses, msg=lambda m: f"{name}: {m}")
+    for mine, dense in zip(*([p for m in each for p in m.parameters()] for each in models), strict=True):
+        if dense.grad is not None:
+            torch.testing.assert_close(mine.grad.full_tensor(), dense.grad, msg=lambda m: f"{name}: {m}")
+
+
+def split(model, sizes, scheme):
+    return ndtp.parallelize(copy.deepcopy(model), mesh_of(Grid(**sizes)), scheme=scheme)
+
+
+def check_ways():
+    torch.manual_seed(0)
+    for i, (name, way) in enumerate(WAYS.items()):
+        dense, x = Between(way).double(), torch.randn(4, 6).double()
+        grid = (({"x": 2}, "1d"), ({"y": 2}, "2d"), ({"z": 2}, "3d"))[i % 3]
+        check_same(name, [[split(dense, *grid)], [dense]], lambda model, x=x: model(x))
+    dense, x = Physics().double(), torch.rand(8, 2).double()
+    check_same("derivatives", [[split(dense, {"x": 2}, "1d")], [dense]], lambda model, x=x: model(x.clone()))
+    parts = Encoder().double(), Between(lambda net, x: net(x)).double()
+    for grid in (({"x": 2}, "1d-sp"), ({"y": 2}, "2d")):
+        models = [split(each, *grid) for each in parts]
+        for each in parts:
+            each.zero_grad()
+        check_same("two models", [models, parts], lambda one, two: two(one(torch.arange(6))))
+    with pytest.raises(LayoutError, match=r"volume: Between has no config .*\n  fix: volume\(x="):
+        models[1].ndtp_report.volume(4)
+    assert models[1].ndtp_report.volume(x=torch.empty(4, 6, dtype=torch.double)).total > 0
+    with pytest.raises(LayoutError, match=r"the memory of net.0.weight \(24, 6\)\n  fix: ndtp.checkpoint"):
+        save(models[1].state_dict())
+
+
+def test_whatever_code_does_between_two_layers(ranks):
+    ranks(2).run(check_ways)
