@@ -9,9 +9,11 @@ from torch import nn
 
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
+from ndtp.algebra.schemes import BlockLayouts
 from ndtp.errors import LayoutError
 from ndtp.models.adopted import class_of
 from ndtp.models.boundary import Boundary, BoundaryLinear
+from ndtp.models.left_alone import why_left
 from ndtp.models.linear_pairs import Pair, refuse_unfit
 from ndtp.models.opened_attention import leave_fast_path
 from ndtp.models.report import Report
@@ -45,7 +47,34 @@ def axes_of_rows(model: nn.Module) -> tuple[str, ...]:
     return next(iter(found), ())
 
 
-def replace_pair(
+def replace_named(
+    model: nn.Module,
+    mesh: ProcessGrid,
+    pairs: Sequence[Pair],
+    layouts: BlockLayouts,
+    single: Mapping[str, Sequence[Layout]],
+    report: Report,
+    pad: bool,
+    options: Mapping[str, Any],
+) -> None:
+    """Replace the layers that a plan names, pairs and single ones by their layouts; all others stay as they are.
+
+    Raises:
+        LayoutError: sizes that do not divide without `pad`, or a layer that cannot be replaced.
+    """
+    for pair in pairs:
+        _replace_pair(model, pair, mesh, report, pad, layouts.plans(pair.up), options)
+    for name, own in single.items():
+        _replace_one(model, name, own, mesh, report, pad, options)
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear:
+            report.kept.setdefault(name, "not named in the plan")
+        reason = None if isinstance(module, BoundaryLinear) else why_left(module)
+        if reason:
+            report.kept.setdefault(name, reason)
+
+
+def _replace_pair(
     model: nn.Module,
     pair: Pair,
     mesh: ProcessGrid,
@@ -68,7 +97,7 @@ def replace_pair(
         _put(model, name, layer, report)
 
 
-def replace_one(
+def _replace_one(
     model: nn.Module,
     name: str,
     layouts: Sequence[Layout],

@@ -21,12 +21,11 @@ from ndtp.models.chosen_meshes import best_for_products, mesh_of_all_ranks
 from ndtp.models.computed import set_hooked_apart
 from ndtp.models.first_call import FirstCall, can_wait, finish
 from ndtp.models.held import Held
-from ndtp.models.left_alone import why_left
 from ndtp.models.linear_pairs import pairs_by_name
 from ndtp.models.named_plan import LAYOUTS, NamedPlan, named_layouts, schemes_in
 from ndtp.models.not_replicated import not_replicated
 from ndtp.models.observation import observe
-from ndtp.models.pair_layers import axes_of_rows, replace_one, replace_pair
+from ndtp.models.pair_layers import axes_of_rows, replace_named
 from ndtp.models.placing import stock_model
 from ndtp.models.plain_gradients import sum_plain_gradients_of
 from ndtp.models.profile import use_measured
@@ -215,31 +214,17 @@ def parallelize(
             layouts = block_layouts(mesh.grid, scheme, axes)  # type: ignore[union-attr]
         assert mesh is not None
         return whole_model(mesh, layouts, expert_axes=split_by)
-    if not names.names_pairs:
-        if scheme == "auto":
-            mesh, layouts = best_for_products(model, [], mesh, tokens, hardware, wire)
-        else:
-            layouts = block_layouts(mesh.grid, scheme, axes)  # type: ignore[union-attr]
-        assert mesh is not None
-        return whole_model(mesh, layouts)
-    pairs = pairs_by_name(model, names.roles)
+    pairs = pairs_by_name(model, names.roles) if names.names_pairs else []
     if scheme == "auto":
         mesh, layouts = best_for_products(model, pairs, mesh, tokens, hardware, wire)
     else:
         layouts = block_layouts(mesh.grid, scheme, axes)  # type: ignore[union-attr]
     assert mesh is not None
+    if not names.names_pairs:
+        return whole_model(mesh, layouts)
     check_same_weights(model, mesh)
     use_measured(mesh, hardware)
-    for pair in pairs:
-        replace_pair(model, pair, mesh, report, pad, layouts.plans(pair.up), options)
-    for name, value in names.layouts.items():
-        replace_one(model, name, value, mesh, report, pad, options)
-    for name, module in model.named_modules():
-        if type(module) is nn.Linear:
-            report.kept.setdefault(name, "not named in the plan")
-        reason = None if isinstance(module, BoundaryLinear) else why_left(module)
-        if reason:
-            report.kept.setdefault(name, reason)
+    replace_named(model, mesh, pairs, layouts, names.layouts, report, pad, options)
     report.carried, report.was_dense = held.bring(mesh), held.was_dense
     report.of(model, mesh, count, len(report.replaced), strict)
     not_replicated(model)
