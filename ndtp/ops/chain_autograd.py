@@ -42,7 +42,7 @@ def run_chain(
         shards = list(shards)
         for i, x in enumerate(tensors):
             if i in late:
-                shards[i], call.deferred[i] = taken_in(x, step.late.window_start, given[i])
+                shards[i], call.deferred[i] = taken_in(x, step.late, given[i])
             elif program.needs[i] and x is not shards[i]:
                 shards[i], call.specs[i] = x, x
     # Of other tensors autograd itself watches those that it saves; A that was gathered is not needed as it was.

@@ -67,7 +67,7 @@ def taken(parameter: Tensor, plan: RelayoutPlan, mesh: GridLike) -> Tensor:
     """
     deferred = None
     if plan.back.steps and parameter.requires_grad and torch.is_grad_enabled():
-        shard, deferred = taken_in(parameter, mesh.step.late.window_start, parameter)
+        shard, deferred = taken_in(parameter, mesh.step.late, parameter)
         if mesh.step.uses is not None and torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
             mesh.step.uses.append(plan.name)  # but for what a checkpoint computes again
     else:

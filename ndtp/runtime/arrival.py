@@ -12,7 +12,7 @@ from ndtp.runtime.dtensor_rules import dtensor_of
 from ndtp.runtime.gradient_ends import end_of
 
 if TYPE_CHECKING:
-    from ndtp.runtime.late_gradients import LateGradient
+    from ndtp.runtime.late_gradients import LateGradient, LateGradients
 
 
 def local_shard(x: Tensor) -> Tensor:
@@ -159,22 +159,19 @@ def _lying_as(grad: Tensor, stride: tuple[int, ...]) -> Tensor:
     return torch.empty_strided(grad.shape, stride, dtype=grad.dtype, device=grad.device).copy_(grad)
 
 
-def taken_in(x: Tensor, sequence_number: int, parameter: Tensor) -> tuple[Tensor, Deferred]:
-    """The local shard of a weight whose gradient takes steps, and where that will arrive: behind a number's node."""
+def taken_in(x: Tensor, late: LateGradients, parameter: Tensor) -> tuple[Tensor, Deferred]:
+    """The local shard of a weight whose gradient takes steps, and where that will arrive: as late as it can."""
     deferred = Deferred(parameter)
     local: Tensor = _Arrival.apply(x, deferred)  # type: ignore[no-untyped-call]
     # Backward goes by sequence numbers, highest first: wait when it has gone past the oldest product of the window.
-    if deferred.leaf is not None or not _may_send(parameter.grad_fn):
-        local.grad_fn._set_sequence_nr(sequence_number)  # type: ignore[union-attr]
+    number = late.number_of_arrival(deferred.leaf is None and _may_send(parameter.grad_fn))
+    if number is not None:
+        local.grad_fn._set_sequence_nr(number)  # type: ignore[union-attr]
     return local, deferred
 
 
 def _may_send(node: Any) -> bool:
-    """Return whether the backward of a computed weight may start collectives: a function in Python is behind it.
-
-    Where numbers tie, as those of arrivals do, the order of the nodes depends on how many others a rank has.  So a
-    gradient that collectives follow keeps the number of its own, which comes in the same order on all ranks.
-    """
+    """Return whether the backward of a computed weight may start collectives: a function in Python is behind it."""
     seen, waiting = set(), [node]
     while waiting:
         node = waiting.pop()

@@ -91,3 +91,21 @@ def test_what_a_chain_defers_is_done_where_its_gradients_are_waited_for_and_no_e
             return grad
 
     Backward.apply(torch.ones((), requires_grad=True)).backward()
+
+
+def test_gradients_that_start_collectives_arrive_under_numbers_of_their_own():
+    """Those that arrivals of earlier products have left: nodes of equal numbers come in another order on each rank."""
+    queue = LateGradients()
+
+    def product(sequence_number, *sends):
+        numbers = [queue.number_of_arrival(each) for each in sends]
+        queue.note_chain(sequence_number)
+        return numbers
+
+    assert product(10, False, False) == [0, 0], "there is no earlier one"
+    assert product(20, False) == [0]
+    assert product(30, True, True) == [9, 8]
+    assert product(40, True, False, True) == [19, 19, None], "one number is left over, and its own is as good"
+    assert product(50, True, True, True) == [29, 28, None]
+    assert product(60, True) == [None] and product(70, True) == [None], "products that kept a number leave none"
+    assert product(80, False) == [59] and product(90, True) == [None] and product(100, True) == [79]
