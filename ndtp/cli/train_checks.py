@@ -46,9 +46,9 @@ def packed_tokens(
 
 def _check_vocabulary(largest: int, vocabulary: int | None, option: str) -> None:
     if vocabulary is not None and largest >= vocabulary:
+        fix = "--tokenizer, the model's own" + ("" if option == "--data" else ", with --data")
         raise typer.BadParameter(
-            f"the data has token {largest}, the model's vocabulary has {vocabulary}; --tokenizer names the model's own",
-            param_hint=option,
+            f"the text has token {largest}, the model's vocabulary has {vocabulary}; fix: {fix}", param_hint=option
         )
 
 
@@ -90,7 +90,7 @@ def check_files(
 
         vocabulary = check_model(model, context, sample, _start(prompt, tokenizer) if sample else ())
         if not data:
-            _check_vocabulary(largest or max(_default_text()), vocabulary, "FILE")
+            _check_vocabulary(max(_default_text()) if largest is None else largest, vocabulary, "FILE")
     if is_first_rank():
         _make_output(output)
     return vocabulary

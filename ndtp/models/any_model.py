@@ -31,7 +31,7 @@ from ndtp.models.roles import features, is_linear, join
 from ndtp.models.run_eagerly import compiled_parts_run_eagerly, run_eagerly
 from ndtp.models.saving import saved_whole
 from ndtp.models.split_layers import AsStored, ObservedEmbedding, ObservedLinear, SharedInput
-from ndtp.models.table_settings import odd_settings, setting_against
+from ndtp.models.table_settings import odd_settings, refuse_own_rows, setting_against
 from ndtp.models.torch_attention import ObservedPart, OpenedPart, open_to_split, with_parts
 from ndtp.nn.padding import row_multiple
 from ndtp.ops.lookup import LookupPlan
@@ -86,6 +86,11 @@ class AnyModel(Placing):
         layers = {name: m for name, m in modules.items() if is_linear(m) and not isinstance(m, Adopted)}
         self._unite(layers)
         tied = self._tied(modules, layers)
+        for name, module in modules.items():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and not isinstance(module, Adopted):
+                refuse_own_rows(name, module, self.mesh.grid.nontrivial(self.frame.outside.dims[0]))
+                if not self.is_kept(name):
+                    setting_against(name, module, id(module.weight) in tied)
         for part in parts:
             self._part(part)
             modules[part.name] = part.layer
@@ -286,9 +291,11 @@ class AnyModel(Placing):
             if reason:
                 self.kept.setdefault(name, reason)
             odd = odd_settings(module) if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) else []
-            if odd:  # ranks sum its gradient as it comes, which may be sparse
+            if odd:
                 self.kept.setdefault(name, f"it has {odd[0]}={getattr(module, odd[0])}")
-            if odd or is_foreign(module):
+            # Ranks sum the gradient of a table of its own as it comes, which may be sparse.
+            is_tied = any(is_placed(p) for p in module._parameters.values() if p is not None)
+            if is_foreign(module) or (odd and not is_tied):
                 continue
             own = {key: p for key, p in module._parameters.items() if p is not None}
             if own and not isinstance(module, Adopted):

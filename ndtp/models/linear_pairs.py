@@ -30,23 +30,6 @@ class Pair:
         return (self.up,) if self.gate is None else (self.gate, self.up)
 
 
-def _unfit(model: nn.Module, linears: set[str]) -> dict[str, str]:
-    """Layers that cannot be swapped alone: for a parameter that another one shares, or hooks of the user's own."""
-    hooked = {
-        name
-        for name in sorted(linears)
-        for module in [model.get_submodule(name)]
-        if any(getattr(module, kind) for kind in OF_A_MODULE) or "forward" in module.__dict__
-    }
-    named = list(model.named_parameters(remove_duplicate=False))
-    counts = Counter(id(parameter) for _, parameter in named)
-    owners = {name.rpartition(".")[0] for name, parameter in named if counts[id(parameter)] > 1}
-    return {
-        **dict.fromkeys(sorted(hooked), "it has hooks or a forward of its own, which a new layer would lose"),
-        **dict.fromkeys(sorted(owners & linears), "it shares a parameter with another layer"),
-    }
-
-
 def pairs_by_name(model: nn.Module, plan: Mapping[str, str]) -> list[Pair]:
     """Pairs from `{"encoder.*.fc1": "up", "encoder.*.fc2": "down"}`: the n-th "up" goes with the n-th "down".
 
@@ -87,10 +70,17 @@ def pairs_by_name(model: nn.Module, plan: Mapping[str, str]) -> list[Pair]:
 
 
 def refuse_unfit(model: nn.Module, names: Sequence[str]) -> None:
-    """Layers that were asked for by name, and cannot be swapped.
+    """Layers that were asked for by name, and cannot be swapped alone.
 
     Raises:
-        LayoutError: names the first of them, and why.
+        LayoutError: names the first of them, and why: hooks of the user's own, or a parameter that another one shares.
     """
-    for name, reason in _unfit(model, set(names)).items():
-        raise LayoutError(f"parallelize: {name} cannot be replaced: {reason}")
+    counts = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    for name in names:
+        module, reason = model.get_submodule(name), None
+        if any(getattr(module, kind) for kind in OF_A_MODULE) or "forward" in module.__dict__:
+            reason = "it has hooks or a forward of its own, which a new layer would lose"
+        elif any(counts[id(parameter)] > 1 for parameter in module.parameters(recurse=False)):
+            reason = "it shares a parameter with another layer"
+        if reason is not None:
+            raise LayoutError(f"parallelize: {name} cannot be replaced: {reason}")

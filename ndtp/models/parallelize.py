@@ -109,7 +109,8 @@ def parallelize(
         scheme, axes: as for `ndtp.nn.MLP`; "auto" takes the layouts by which a step on `mesh` takes least.
         tokens, hardware: what "auto" plans for: rows of a step, and a preset or profile of `ndtp.planner.hardware`.
             By a profile that was measured (`ndtp bench calibrate`) numbers of chunks are chosen, too.
-        pad: pad parameters whose sizes do not divide; without it they are an error, which leaves the model split.
+        pad: pad parameters whose sizes do not divide; without it they are an error, which leaves the model split.  Rows
+            that do not divide are padded in each call, but for named pairs without `pad`, which refuse them.
         regather, chunks, wire: as for `ndtp.nn.Linear`.  A plan of `ndtp.plan` may name a wire, too.
         recipe: "bf16" or "fp8-rowwise": in which dtypes tensors travel and products multiply, see docs/wire.md.
         keep: names of layers that stay whole, with wildcards, as None says in `plan`.  What is recognised (attention,

@@ -76,15 +76,16 @@ def _small_copy(kind: type, config: Any, positions: tuple[str, int] | None = Non
 
     for layers in (1, 2, None):
         small = copy.deepcopy(config)
-        text = text_config(small)
         with suppress(Exception):
-            text.vocab_size = min(text.vocab_size, VOCABULARY)
-            if isinstance(getattr(text, "pad_token_id", None), int) and text.pad_token_id >= text.vocab_size:
-                text.pad_token_id = None
-            if layers is not None:
-                text.num_hidden_layers = layers
-            if positions is not None:
-                setattr(text, *positions)
+            for part in (text_config(small), small):  # of a config with a decoder the first is a copy
+                part.vocab_size = min(part.vocab_size, VOCABULARY)
+                if isinstance(getattr(part, "pad_token_id", None), int) and part.pad_token_id >= part.vocab_size:
+                    part.pad_token_id = None
+                for name in ("num_hidden_layers", "decoder_layers"):
+                    if layers is not None and hasattr(part, name):
+                        setattr(part, name, layers)
+                if positions is not None and hasattr(part, positions[0]):
+                    setattr(part, *positions)
             with quiet(transformers), torch.device("meta"):
                 if sum(p.numel() for p in kind(copy.deepcopy(small)).parameters()) > MOST_PARAMETERS:
                     continue

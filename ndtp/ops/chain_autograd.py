@@ -42,7 +42,7 @@ def run_chain(
         shards = list(shards)
         for i, x in enumerate(tensors):
             if i in late:
-                shards[i], call.deferred[i] = taken_in(x, step.late, given[i])
+                shards[i], call.deferred[i] = taken_in(x, step.late.backward.numbers, given[i])
             elif program.needs[i] and x is not shards[i]:
                 shards[i], call.specs[i] = x, x
     # Of other tensors autograd itself watches those that it saves; A that was gathered is not needed as it was.
@@ -57,7 +57,7 @@ def run_chain(
         call.ahead_backward = _known_weight(last, given, shards, layers)
     c: Tensor = _Chain.apply(call, *shards)  # type: ignore[no-untyped-call]
     if call.deferred and c.grad_fn is not None:
-        step.late.note_chain(c.grad_fn._sequence_nr())
+        step.late.backward.numbers.end_product()
         if step.uses is not None and torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
             step.uses += program.names  # but for what a checkpoint computes again
     return c

@@ -67,7 +67,7 @@ def taken(parameter: Tensor, plan: RelayoutPlan, mesh: GridLike) -> Tensor:
     """
     deferred = None
     if plan.back.steps and parameter.requires_grad and torch.is_grad_enabled():
-        shard, deferred = taken_in(parameter, mesh.step.late, parameter)
+        shard, deferred = taken_in(parameter, mesh.step.late.backward.numbers, parameter)
         if mesh.step.uses is not None and torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
             mesh.step.uses.append(plan.name)  # but for what a checkpoint computes again
     else:
@@ -76,7 +76,7 @@ def taken(parameter: Tensor, plan: RelayoutPlan, mesh: GridLike) -> Tensor:
         return shard
     used: Tensor = _Used.apply(shard, plan, mesh, deferred)  # type: ignore[no-untyped-call]
     if deferred is not None and used.grad_fn is not None:
-        mesh.step.late.note_chain(used.grad_fn._sequence_nr())
+        mesh.step.late.backward.numbers.end_product()
     return used
 
 

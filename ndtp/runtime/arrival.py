@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 
 from ndtp.runtime.dtensor_rules import dtensor_of
 from ndtp.runtime.gradient_ends import end_of
 
 if TYPE_CHECKING:
-    from ndtp.runtime.late_gradients import LateGradient, LateGradients
+    from ndtp.runtime.arrival_numbers import ArrivalNumbers
+    from ndtp.runtime.late_gradients import LateGradient
 
 
 def local_shard(x: Tensor) -> Tensor:
@@ -144,8 +144,17 @@ class _Arrival(torch.autograd.Function):
             late, deferred.late = deferred.late, None
             grad = late.arrive()
         if grad is not None and ctx.spec is not None and not grad.is_sparse:  # which only a plain tensor is
+            if grad.requires_grad:  # `create_graph=True`, of what no product has computed
+                return _of_shard(grad, ctx.x), None
             grad = arrived(_lying_as(grad, ctx.stride), ctx.x)
         return grad, None
+
+
+def _of_shard(grad: Tensor, x: Any) -> Any:
+    """A gradient that can be differentiated again."""
+    from ndtp.runtime.grid_autograd import OfShard
+
+    return OfShard.apply(grad, x._spec, x.ndtp_real, type(x), False)  # type: ignore[no-untyped-call]
 
 
 def _lying_as(grad: Tensor, stride: tuple[int, ...]) -> Tensor:
@@ -159,26 +168,10 @@ def _lying_as(grad: Tensor, stride: tuple[int, ...]) -> Tensor:
     return torch.empty_strided(grad.shape, stride, dtype=grad.dtype, device=grad.device).copy_(grad)
 
 
-def taken_in(x: Tensor, late: LateGradients, parameter: Tensor) -> tuple[Tensor, Deferred]:
+def taken_in(x: Tensor, numbers: ArrivalNumbers, parameter: Tensor) -> tuple[Tensor, Deferred]:
     """The local shard of a weight whose gradient takes steps, and where that will arrive: as late as it can."""
     deferred = Deferred(parameter)
     local: Tensor = _Arrival.apply(x, deferred)  # type: ignore[no-untyped-call]
-    # Backward goes by sequence numbers, highest first: wait when it has gone past the oldest product of the window.
-    number = late.number_of_arrival(deferred.leaf is None and _may_send(parameter.grad_fn))
-    if number is not None:
-        local.grad_fn._set_sequence_nr(number)  # type: ignore[union-attr]
+    node: Any = local.grad_fn
+    node._set_sequence_nr(numbers.exchange(node._sequence_nr()))
     return local, deferred
-
-
-def _may_send(node: Any) -> bool:
-    """Return whether the backward of a computed weight may start collectives: a function in Python is behind it."""
-    seen, waiting = set(), [node]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if isinstance(node, BackwardCFunction) and node._forward_cls is not _Arrival:  # type: ignore[attr-defined]
-            return True
-        waiting += [after for after, _ in node.next_functions]
-    return False

@@ -354,6 +354,7 @@ def exchange(parameter: Any, other: Any) -> None:
     if kind is not its:
         CLASS.__set__(parameter, its)
         CLASS.__set__(other, kind)
+    torch.clear_autocast_cache()  # it refers to weights that it has cast, and torch exchanges none of those
     torch._C._swap_tensor_impl(parameter, other)  # type: ignore[attr-defined]
     # Who looks after hooks is the tensor itself, whose memory has gone.
     if of_gradient is not None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from ndtp.collectives.turns import TURN, staying
+from ndtp.runtime.arrival_numbers import ArrivalNumbers
 from ndtp.runtime.partial_sums import PartialSums
 from ndtp.schedule.tasks import WINDOW
 
@@ -99,12 +100,9 @@ class Backward:
         defers: whether the chain that it is in has left them.
         owner: the gradients of the chain that has, once it is through.
         taken_up: what it ends of what was left in partial sums.
-        window: of the last products a sequence number in autograd, and how many from there on downwards are no node's:
-            a weight's gradient is waited for when backward has gone past the oldest of them.  Two products hide a
-            reduction, and bound the gradients that are held unreduced.
-        arrivals, sending: how many gradients of the next product's weights arrive under such a number, and how many of
-            these start collectives of their own.
-        keeps: whether any has kept its own number.
+        numbers: the sequence numbers in autograd under which gradients arrive: a gradient is waited for when backward
+            has gone past the oldest product of a window.  Two products hide a reduction, and bound the gradients that
+            are held unreduced.
     """
 
     chains: deque[list[LateGradient]] = field(default_factory=deque)
@@ -113,10 +111,7 @@ class Backward:
     defers: bool = False
     owner: list[LateGradient] | None = None
     taken_up: list[PartialSums] = field(default_factory=list)
-    window: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    arrivals: int = 0
-    sending: int = 0
-    keeps: bool = False
+    numbers: ArrivalNumbers = field(default_factory=ArrivalNumbers)
 
     @property
     def is_going_on(self) -> bool:
@@ -132,35 +127,6 @@ class LateGradients:
     def __init__(self) -> None:
         self._count = 0
         self.backward = Backward()  # parts that run in turns have one each
-
-    def number_of_arrival(self, sends: bool) -> int | None:
-        """The sequence number behind which a gradient arrives; None: it keeps its own.
-
-        Where numbers tie, the order of nodes depends on how many others a rank has.  So each gradient that starts
-        collectives when it has arrived has a number of its own, of those that no node has.
-
-        Args:
-            sends: whether it does.
-        """
-        backward = self.backward
-        start, free = backward.window[0] if len(backward.window) == WINDOW else (0, 0)
-        if sends and backward.sending == free:
-            backward.keeps = True
-            return None
-        number = start - backward.sending if sends else start
-        backward.arrivals += 1
-        backward.sending += sends
-        return number
-
-    def note_chain(self, sequence_number: int) -> None:
-        """Note the sequence number of the product, or chain of products, that just ran and whose weights want
-        gradients.
-
-        Gradients arrive under the numbers before it, which those of its own weights were, unless these have kept them.
-        """
-        backward = self.backward
-        backward.window.append((sequence_number - 1, 0 if backward.keeps else backward.arrivals))
-        backward.arrivals, backward.sending, backward.keeps = 0, 0, False
 
     def expect(self, move: Move, leaf: Tensor | None, sums: PartialSums) -> LateGradient:
         self._count += 1

@@ -153,6 +153,7 @@ def added(
     product = product if alpha == 1 else product * alpha
     if beta == 0:
         return product
+    c = _in_autocast(c, product)
     return product + (c if beta == 1 else c * beta)
 
 
@@ -163,7 +164,13 @@ def linear(func: Any, x: Any, weight: Any, bias: Any = None) -> Any:
         return NotImplemented
     lead = LETTERS[: x.dim() - 1]
     y = contract(x, weight, (lead + "k", "nk", lead + "n"), F.linear)
-    return y if bias is None else y + bias
+    return y if bias is None else y + _in_autocast(bias, y)
+
+
+def _in_autocast(c: Any, product: Any) -> Any:
+    """Return what is added to a product in the dtype that autocast gave this one; as it is, where that is off."""
+    is_cast = torch.is_autocast_enabled(product.device.type) and isinstance(c, Tensor)
+    return c.to(product.dtype) if is_cast and c.dtype != product.dtype else c
 
 
 @rule(torch.einsum)

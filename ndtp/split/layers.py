@@ -261,6 +261,8 @@ def kl_div(
 ) -> Any:  # fmt: skip
     if size_average is not None or reduce is not None:
         return NotImplemented
+    if torch.is_autocast_enabled(x.device.type):  # which computes it in float32
+        x, target = (y.float() if y.dtype in (torch.float16, torch.bfloat16) else y for y in (x, target))
     if log_target:
         losses = target.exp() * (target - x)
     else:

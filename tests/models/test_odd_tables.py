@@ -2,13 +2,14 @@
 
 import copy
 
+import pytest
 import torch
 import torch.nn.functional as F
 from products import mesh_of
 from torch import nn
 
 import ndtp
-from ndtp import Grid
+from ndtp import Grid, LayoutError
 
 
 class Words(nn.Module):
@@ -42,6 +43,36 @@ def check_all():
     for settings in ({"sparse": True}, {"max_norm": 1.0}, {"scale_grad_by_freq": True}):
         check({"x": 1, "y": 2}, "2d", settings)
     check({"dp": 2}, "1d", {"sparse": True})
+    for settings in ({"max_norm": 1.0}, {"scale_grad_by_freq": True}):
+        with pytest.raises(LayoutError, match=r"'table' has .* goes by all ids of a batch.*\n  fix: a grid without dp"):
+            check({"dp": 2}, "1d", settings)
+
+
+class Tied(nn.Module):
+    def __init__(self, **settings):
+        super().__init__()
+        self.table, self.layer, self.head = nn.Embedding(16, 8, **settings), nn.Linear(8, 8), nn.Linear(8, 16, False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x):
+        return self.head(self.layer(self.table(x)).relu())
+
+
+def check_tied():
+    x = torch.tensor([[1, 2, 3, 3], [3, 2, 5, 6]])
+    dense = Tied(scale_grad_by_freq=True).double()
+    model = ndtp.parallelize(copy.deepcopy(dense), mesh_of(Grid(x=2)), scheme="1d", example=x)
+    for each in (dense, model):
+        each(x).pow(2).sum().backward()
+    for mine, expected in zip(model.parameters(), dense.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), expected.grad)
+    for settings in ({"sparse": True}, {"max_norm": 1.0}):
+        with pytest.raises(LayoutError, match=r"shares with another layer\n  fix: .*, or a weight of its own"):
+            ndtp.parallelize(Tied(**settings), mesh_of(Grid(x=2)), scheme="1d", example=x)
+
+
+def test_tables_that_are_tied(ranks):
+    ranks(2).run(check_tied)
 
 
 def test_odd_tables(ranks):

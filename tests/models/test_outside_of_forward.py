@@ -289,5 +289,29 @@ def check_derivatives():
         torch.testing.assert_close(*found, msg=lambda m, name=name: f"{name}: {m}")
 
 
+class Shifted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.shift = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return self.layer(x) * self.shift
+
+
+def check_penalties_of_gradients():
+    """Gradients of a parameter of the model's own code, behind which no product is."""
+    x = torch.linspace(-1, 1, 48).double().view(6, 8)
+    for sizes, scheme in (({"x": 2}, "1d"), ({"z": 2}, "3d")):
+        dense = Shifted().double()
+        model = ndtp.parallelize(copy.deepcopy(dense), mesh_of(Grid(**sizes)), scheme=scheme, example=x)
+        for each in (dense, model):
+            loss = each(x).pow(3).sum()
+            (found,) = torch.autograd.grad(loss, [each.shift], create_graph=True)
+            (loss + found.pow(2).sum()).backward()
+        for mine, expected in zip(model.parameters(), dense.parameters(), strict=True):
+            torch.testing.assert_close(whole(mine.grad), expected.grad)
+
+
 def test_parameters_are_differentiated_again(ranks):
+    ranks(2).run(check_penalties_of_gradients)
     ranks(2).run(check_derivatives)

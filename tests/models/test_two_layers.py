@@ -56,6 +56,26 @@ class Encoder(nn.Module):
         return self.layer(self.table(ids))
 
 
+class ActorAndCritic(nn.Module):
+    """Its code looks at numbers, so that the first call shows what it does; the critic's head stays whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.actor, self.critic = (nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, n)) for n in (4, 1))
+
+    def forward(self, x):
+        return torch.distributions.Normal(self.actor(x), 1.0).log_prob(torch.ones(4)).sum(-1), self.critic(x)
+
+
+def check_autocast():
+    dense, x = ActorAndCritic(), torch.linspace(-1, 1, 24).view(4, 6)
+    for grid in (({"x": 2}, "1d"), ({"y": 2}, "2d")):
+        model = split(dense, *grid)
+        with torch.autocast("cpu", torch.bfloat16):
+            outs = [[y.gathered() if hasattr(y, "gathered") else y for y in each(x)] for each in (model, dense)]
+        torch.testing.assert_close(*outs, rtol=0.03, atol=0.03)  # dtypes, too
+
+
 def check_same(name, models, call):
     losses = []
     for each in models:
@@ -95,3 +115,4 @@ def check_ways():
 
 def test_whatever_code_does_between_two_layers(ranks):
     ranks(2).run(check_ways)
+    ranks(2).run(check_autocast)

@@ -7,6 +7,7 @@ from itertools import permutations
 import pytest
 import torch
 
+from ndtp.runtime.arrival_numbers import ArrivalNumbers
 from ndtp.runtime.late_gradients import LateGradients
 from ndtp.runtime.partial_sums import PartialSums
 
@@ -93,19 +94,24 @@ def test_what_a_chain_defers_is_done_where_its_gradients_are_waited_for_and_no_e
     Backward.apply(torch.ones((), requires_grad=True)).backward()
 
 
-def test_gradients_that_start_collectives_arrive_under_numbers_of_their_own():
-    """Those that arrivals of earlier products have left: nodes of equal numbers come in another order on each rank."""
-    queue = LateGradients()
+def test_every_gradient_arrives_under_a_number_of_its_own():
+    """It is one that an arrival of an earlier product has left, of the one before the last where that has some left."""
+    numbers, given, own = ArrivalNumbers(), [], 10**6
 
-    def product(sequence_number, *sends):
-        numbers = [queue.number_of_arrival(each) for each in sends]
-        queue.note_chain(sequence_number)
-        return numbers
+    def product(weights):
+        nonlocal own
+        own += 100
+        made = [numbers.exchange(own + i) for i in range(weights)]
+        numbers.end_product()
+        given.extend(made)
+        return made
 
-    assert product(10, False, False) == [0, 0], "there is no earlier one"
-    assert product(20, False) == [0]
-    assert product(30, True, True) == [9, 8]
-    assert product(40, True, False, True) == [19, 19, None], "one number is left over, and its own is as good"
-    assert product(50, True, True, True) == [29, 28, None]
-    assert product(60, True) == [None] and product(70, True) == [None], "products that kept a number leave none"
-    assert product(80, False) == [59] and product(90, True) == [None] and product(100, True) == [79]
+    first = product(2) + product(1)
+    assert max(first) < 10**6, "there is no earlier one: any number that no node has"
+    assert product(2) == [1000101, 1000100]
+    assert product(1) == [1000200]
+    assert product(1) == [1000301]
+    assert product(3)[:2] == [1000400, 1000300], "more than that product has left"
+    for _ in range(9):
+        product(6)
+    assert len(set(given)) == len(given)

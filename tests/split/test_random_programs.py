@@ -104,17 +104,39 @@ class Gate(nn.Module):
         return value * gate.tanh()
 
 
+class Three(nn.Module):
+    """Sides that change: the second layer takes what the first gives otherwise than that lies."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.three = nn.Linear(2, 16), nn.Linear(16, 6), nn.Linear(6, 16)
+
+    def forward(self, x):
+        return self.three(self.two(self.one(x).tanh()).tanh())
+
+
+def by_its_norm(parameter):
+    """Scale a gradient in a hook: a collective, in the order in which gradients come."""
+    parameter.grad.mul_(1 / (1 + parameter.grad.norm()))
+
+
 def check_uneven_rows():
     """Ranks whose rows are padding have one more node in their graph, which breaks ties of autograd otherwise."""
-    torch.manual_seed(0)
-    dense, x = Gate().double(), torch.randn(6, 2, dtype=torch.float64)
-    model = ndtp.parallelize(copy.deepcopy(dense), ndtp.ProcessGrid(ndtp.Grid(z=2, y=2)), scheme="3d", example=x)
-    for each in (dense, model):
-        each(x.clone().requires_grad_()).square().sum().backward()
-    for mine, expected in zip(model.parameters(), dense.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.full_tensor(), expected.grad)
-    return True
+    orders = []
+    for kind, hooked in ((Gate, False), (Gate, True), (Three, True)):
+        torch.manual_seed(0)
+        dense, x = kind().double(), torch.randn(6, 2, dtype=torch.float64)
+        model = ndtp.parallelize(copy.deepcopy(dense), ndtp.ProcessGrid(ndtp.Grid(z=2, y=2)), scheme="3d", example=x)
+        for each in (dense, model):
+            for name, p in each.named_parameters() if hooked else ():
+                p.register_post_accumulate_grad_hook(by_its_norm)
+                p.register_post_accumulate_grad_hook(lambda _, name=name: orders.append(name))
+            each(x.clone().requires_grad_()).square().sum().backward()
+        for mine, expected in zip(model.parameters(), dense.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor(), expected.grad)
+    return orders
 
 
-def test_gradients_that_collectives_follow_come_in_one_order_on_all_ranks(ranks):
-    assert all(ranks(4).run(check_uneven_rows, timeout=60))
+def test_gradients_come_in_one_order_on_all_ranks(ranks):
+    orders = ranks(4).run(check_uneven_rows, timeout=60)
+    assert all(each == orders[0] for each in orders)
