@@ -23,6 +23,7 @@ from ndtp.models.adopted import Adopted, adopt, as_projection_input
 from ndtp.models.frame import Frame, Passage, led_to
 from ndtp.models.fused_order import order_of
 from ndtp.models.hidden import Hidden, enter, leave
+from ndtp.models.joint_product import Used, parts_of, side_by_side
 from ndtp.models.settled import settled_product
 from ndtp.models.signatures import OF_TORCH, as_dense_input, input_by_name
 from ndtp.ops.products import chain, relayout
@@ -200,27 +201,16 @@ def products(members: Sequence[Projection], x: Hidden) -> list[Tensor]:
     if len(members) == 1:
         weight, bias = first.weight_and_bias()
         return [chain(rows, (weight,), (bias,), (first.plan,), (None,), first.mesh, (first,))]
-    dim, parts = first.features_dim, first.parts
+    dim, parts, used = first.features_dim, first.parts, Used()
     both = [member.weight_and_bias() for member in members]
     weights = [local_shard(weight) for weight, _ in both]
     bias = None
     if any(b is not None for _, b in both):
         biases = [w.new_zeros(w.shape[dim]) if b is None else local_shard(b)
                   for w, (_, b) in zip(weights, both, strict=True)]  # fmt: skip
-        bias = _by_parts(biases, parts, 0)
-    y = chain(rows, (_by_parts(weights, parts, dim),), (bias,), (first.plan,), (None,), first.mesh)
-    # Copies in any case: one of several views may not be changed in place.
-    return [
-        part.clone(memory_format=torch.contiguous_format)
-        for part in y.split([w.shape[dim] // parts for w in weights], dim=1)
-    ]
-
-
-def _by_parts(shards: Sequence[Tensor], parts: int, dim: int) -> Tensor:
-    """Features of several layers as those of one: each part of its result has some of all."""
-    if parts == 1:
-        return torch.cat(list(shards), dim)
-    return torch.cat([shard.unflatten(dim, (parts, -1)) for shard in shards], dim + 1).flatten(dim, dim + 1)
+        bias = side_by_side(biases, parts, 0, used)
+    y = chain(rows, (side_by_side(weights, parts, dim, used),), (bias,), (first.plan,), (None,), first.mesh)
+    return list(parts_of(y, [w.shape[dim] // parts for w in weights], used))
 
 
 def place_projection(

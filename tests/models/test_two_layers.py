@@ -76,6 +76,34 @@ def check_autocast():
         torch.testing.assert_close(*outs, rtol=0.03, atol=0.03)  # dtypes, too
 
 
+class Unused(nn.Module):
+    """Projections of one input, of which the loss takes one."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(12, 12) for _ in range(4))
+
+    def forward(self, x):
+        q, _, v = (layer(x).unflatten(-1, (3, 4)) for layer in (self.q, self.k, self.v))
+        return self.o(q.relu().flatten(-2)), v.flatten(-2)
+
+
+def check_unused():
+    """Layers without a gradient have none, or weight decay moves them."""
+    dense, x = Unused().double(), torch.linspace(-1, 1, 96).double().view(2, 4, 12)
+    for grid in (({"x": 2}, "1d"), ({"z": 2}, "3d")):
+        model, copied = split(dense, *grid), copy.deepcopy(dense)
+        for each in (model, copied):
+            optimizer = torch.optim.AdamW(each.parameters(), lr=0.1, weight_decay=0.5)
+            for both in (False, True, False):
+                out, v = each(x)
+                (out.square().mean() + (v.square().mean() if both else 0.0)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        for mine, expected in zip(model.parameters(), copied.parameters(), strict=True):
+            torch.testing.assert_close(mine.full_tensor(), expected)
+
+
 def check_same(name, models, call):
     losses = []
     for each in models:
@@ -116,3 +144,4 @@ def check_ways():
 def test_whatever_code_does_between_two_layers(ranks):
     ranks(2).run(check_ways)
     ranks(2).run(check_autocast)
+    ranks(2).run(check_unused)
