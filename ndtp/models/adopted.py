@@ -41,6 +41,7 @@ from ndtp.ops.norms import NormPlan, bound_norm, norm, with_eps
 from ndtp.runtime.arrival import is_plain, stored_shape
 from ndtp.runtime.eagerly import WHY_EAGER, eagerly
 from ndtp.runtime.halves import dense_part, laid_sizes
+from ndtp.runtime.handed_out import refuse_handed_out
 from ndtp.runtime.of_turn import OfTurn
 
 
@@ -116,6 +117,8 @@ class Adopted(Sharded):
         if value is not self._parameters.get(name):
             lies = self.lies[name]
             check_own(value, lies.shape, lies.shard, x, f"{type(self).__name__} '{self.name}': {name}")
+            if value.grad_fn is not None:
+                refuse_handed_out(value, f"{type(self).__name__} '{self.name}': {name}")
             return value
         return super().own(name, x)
 

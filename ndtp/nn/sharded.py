@@ -31,6 +31,7 @@ from ndtp.runtime.arrival import is_plain, local_of
 from ndtp.runtime.dry_grid import DryGrid, dry_backend
 from ndtp.runtime.given_mesh import GivenWire, given_mesh
 from ndtp.runtime.halves import laid_sizes
+from ndtp.runtime.handed_out import refuse_handed_out
 from ndtp.runtime.process_grid import ProcessGrid
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -127,6 +128,8 @@ class Sharded(nn.Module):
                     placements = lies.layout.placements_on(self.mesh.mesh_axes)
                     parameter = moved_in_place(parameter, tuple(placements), lies.shape, where)
             check_own(parameter, lies.shape, lies.shard, x, f"{type(self).__name__} '{self.name}': {name}")
+            if parameter.grad_fn is not None:
+                refuse_handed_out(parameter, f"{type(self).__name__} '{self.name}': {name}")
         return parameter
 
     def needed(self, name: str, x: Tensor) -> Tensor:

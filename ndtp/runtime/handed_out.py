@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from ndtp.errors import LayoutError
 from ndtp.runtime.at_work import at_work
 from ndtp.runtime.grid_autograd import PutInPlace
 from ndtp.runtime.grid_parts import lying_as, part_of
@@ -54,3 +55,28 @@ def note_use(parameter: Any) -> None:
             return kind(lying_as(part_of(grad.detach(), dtensor), dtensor), False, real)
 
         parameter.register_hook(put)
+
+
+def refuse_handed_out(weight: Any, where: str) -> None:
+    """Refuse the weight of a layer that is computed from a parameter with which code outside of layers computes.
+
+    What the layer gives of it is the sum of all ranks; what such code gives is this rank's, and is still to be summed.
+
+    Raises:
+        LayoutError: ranks have rows of their own, and both would arrive at the parameter as one gradient.
+    """
+    seen, waiting = set(), [weight.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and "ndtp_set_aside" in vars(leaf):
+            raise LayoutError(
+                f"{where} {tuple(weight.shape)} is computed from '{leaf.ndtp_name}', with which code outside of the "
+                "model's forward computes, on a grid whose ranks have rows of their own (dp): the gradient would be "
+                "summed twice\n  fix: compute it in the model's forward (a parametrization) alone; or from "
+                "p.detach().requires_grad_()"
+            )
+        waiting += [after for after, _ in node.next_functions]

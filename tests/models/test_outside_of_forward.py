@@ -315,3 +315,24 @@ def check_penalties_of_gradients():
 def test_parameters_are_differentiated_again(ranks):
     ranks(2).run(check_penalties_of_gradients)
     ranks(2).run(check_derivatives)
+
+
+def check_computed_outside():
+    """Weights that code computes before it calls the model, where layers sum gradients over rows, too."""
+    torch.manual_seed(0)
+    mesh, dense, x = mesh_of(Grid(dp=2)), Shifted().double(), torch.linspace(-1, 1, 64).double().view(8, 8)
+    model = ndtp.parallelize(copy.deepcopy(dense), mesh, scheme="1d", example=x)
+    mine = x.chunk(2)[mesh.coordinate["dp"]]
+    half = {name: p * 0.5 for name, p in model.named_parameters()}
+    with pytest.raises(LayoutError, match=r"computed from 'layer.weight', with which code .*\n  fix: compute it in"):
+        torch.func.functional_call(model, half, (mine,))
+    found = []
+    for each, rows in ((model, mine), (dense, x)):
+        half = {name: (p.detach() * 0.5).requires_grad_() for name, p in each.named_parameters()}
+        torch.func.functional_call(each, half, (rows,)).square().sum().backward()
+        found.append([whole(p.grad) for p in half.values()])
+    torch.testing.assert_close(*found)
+
+
+def test_weights_computed_outside_of_a_forward(ranks):
+    ranks(2).run(check_computed_outside)
