@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ndtp.compute.traces import TransformedError, is_in_transform
 from ndtp.models.cached_results import forgotten_fake_results
+from ndtp.models.kept_parameters import parameters_kept
 from ndtp.models.kept_random import random_kept
 from ndtp.models.kinds import Kinds
 from ndtp.models.made_up_inputs import guesses
@@ -306,7 +307,7 @@ def _observed(model: nn.Module, args: Any, kwargs: Any, device: Any) -> Observat
 def _watched(model: nn.Module, args: Any, kwargs: Any, device: Any, gradients: Any) -> Observation:
     mode: Any = nullcontext() if device is REAL else FakeTensorMode(allow_non_fake_inputs=True)
     devices = {p.device for p in model.parameters() if p.is_cuda} if device is REAL else set()
-    with random_kept(devices):
+    with random_kept(devices), parameters_kept(model.parameters() if device is REAL else ()):
         memo: dict[int, Any] = {id(p): p for p in model.parameters()}
         memo[id(vars(model).get("ndtp_waiting"))] = None
         if device is not REAL:

@@ -167,3 +167,40 @@ def check_refused():
 
 def test_other_kinds_and_writes_of_one_rank_are_named(ranks):
     ranks(2).run(check_refused)
+
+
+class SetUp(nn.Module):
+    """Its first forward, which it knows by a number, sets up a parameter."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.up, self.down, self.way = nn.Linear(5, 12), nn.Linear(12, 3), way
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 12))
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x):
+        if self.calls.item() == 0:
+            with torch.no_grad():
+                self.way(self.scale)
+        self.calls += 1
+        return self.down(self.up(x) * self.scale)
+
+
+def check_set_up():
+    for way in (
+        lambda p: p.mul_(3),
+        lambda p: p.copy_(p * 3),
+        lambda p: p[2:5].fill_(2.0),
+        lambda p: setattr(p, "data", p.data * 3),
+    ):
+        torch.manual_seed(0)
+        dense, x = SetUp(way), torch.linspace(-1, 1, 20).view(4, 5)
+        model = ndtp.parallelize(copy.deepcopy(dense), ndtp.ProcessGrid(ndtp.Grid(x=2)), scheme="1d")
+        for _ in range(2):
+            found, expected = model(x), dense(x)
+            torch.testing.assert_close(found.gathered() if hasattr(found, "gathered") else found, expected)
+        torch.testing.assert_close(model.scale.full_tensor(), dense.scale)
+
+
+def test_a_first_forward_writes_once(ranks):
+    ranks(2).run(check_set_up)
