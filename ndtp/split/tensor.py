@@ -123,6 +123,10 @@ class SplitTensor(Linked):
         if len(types) > 1 and any(kind is not cls and hasattr(kind, "gathered") for kind in types):
             args, given = mapped(args, _gathered, Tensor), mapped(given, _gathered, Tensor)
             kwargs = in_torchs_words(func, given)
+        is_of_several = len(args) + len(kwargs) > 1 or (args and isinstance(args[0], (list, tuple)))
+        if is_of_several and (others := _on_other_grids((*args, *kwargs.values()))):
+            change = lambda x: x.gathered() if id(x.spec.mesh) in others else x  # noqa: E731
+            args, given, kwargs = mapped(args, change), mapped(given, change), mapped(kwargs, change)
         found = TABLE.get(func)
         if is_in_transform():
             return func(*mapped(args, TABLE[IN_TRANSFORM], Tensor), **mapped(kwargs, TABLE[IN_TRANSFORM], Tensor))
@@ -244,6 +248,17 @@ def _gathered(x: Tensor) -> Tensor:
 
 
 IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
+
+
+def _on_other_grids(operands: Any) -> set[int]:
+    """Return the identities of meshes whose ranks lie otherwise than those of the first split tensor."""
+    split = split_in(operands)
+    if len(split) < 2:
+        return set()
+    first = split[0].spec.mesh
+    meshes = {id(x.spec.mesh): x.spec.mesh for x in split if x.spec.mesh is not first}
+    is_same = lambda mesh: mesh.grid == first.grid and mesh.device_mesh == first.device_mesh  # noqa: E731
+    return {each for each, mesh in meshes.items() if not is_same(mesh)}
 
 
 def name_of(func: Any) -> str:

@@ -104,6 +104,20 @@ def check_unused():
             torch.testing.assert_close(mine.full_tensor(), expected)
 
 
+def check_two_grids():
+    """A teacher and a student, whose results lie otherwise on the ranks: the sizes of shards may agree all the same."""
+    torch.manual_seed(0)
+    dense, ids = [Encoder().double() for _ in range(2)], torch.arange(8)
+    for other in (({"y": 2, "x": 2}, "2d"), ({"x": 4}, "1d"), ({"x": 4}, "1d-sp")):
+        models = [split(each, *grid) for each, grid in zip(dense, (({"x": 2, "y": 2}, "2d"), other), strict=True)]
+        for one, two in (models, dense):
+            one.zero_grad(), two.zero_grad()
+            (F.mse_loss(one(ids), two(ids)) + torch.cat([one(ids), two(ids)]).pow(3).mean()).backward()
+        for mine, expected in zip(models, dense, strict=True):
+            for p, q in zip(mine.parameters(), expected.parameters(), strict=True):
+                torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+
 def check_same(name, models, call):
     losses = []
     for each in models:
@@ -145,3 +159,7 @@ def test_whatever_code_does_between_two_layers(ranks):
     ranks(2).run(check_ways)
     ranks(2).run(check_autocast)
     ranks(2).run(check_unused)
+
+
+def test_two_models_on_two_grids(ranks):
+    ranks(4).run(check_two_grids)
