@@ -71,7 +71,10 @@ def step_volume(model: nn.Module, mesh: ProcessGrid, given: Mapping[str, Any]) -
         LayoutError: it gives nothing that has a gradient.
     """
     shadow, dry = shadow_of(model, mesh, leave=vars(model).get("ndtp_report"))
-    bare = {name: x.to("meta") if isinstance(x, Tensor) else x for name, x in given.items()}
+    bare = {
+        name: x.detach().to("meta").requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+        for name, x in given.items()
+    }
     with ExitStack() as ending:
         ending.enter_context(forgotten_fake_results(model))
         for each in (
@@ -89,7 +92,7 @@ def step_volume(model: nn.Module, mesh: ProcessGrid, given: Mapping[str, Any]) -
                 "report.volume: the model's code asks for numbers, which a run without memory does not have "
                 f"({str(error).splitlines()[0][:80]})\n  fix: measure a step with ndtp.CommMeter"
             ) from error
-        end = _end_of(out)
+        end = end_of_step(out)
         if end is None:
             raise LayoutError(
                 "report.volume: the model gives nothing that has a gradient\n  fix: name its inputs, labels among them"
@@ -99,7 +102,7 @@ def step_volume(model: nn.Module, mesh: ProcessGrid, given: Mapping[str, Any]) -
     return volume
 
 
-def _end_of(out: Any) -> Tensor | None:
+def end_of_step(out: Any) -> Tensor | None:
     """Return the tensor where backward begins: the loss, or the first result of a model that has none."""
     found = list(out.values()) if isinstance(out, Mapping) else list(out) if isinstance(out, (tuple, list)) else [out]
     wanted = [x for x in found if isinstance(x, Tensor) and x.requires_grad]

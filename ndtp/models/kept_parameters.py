@@ -8,36 +8,40 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ndtp.runtime.facts import is_strided
+from ndtp.split.gathered_operands import root_of
+from ndtp.split.tensor import writes
 
 
-class _Saving(TorchDispatchMode):
-    """Copies a parameter before the first operation that writes to its memory."""
+class _Saving(TorchFunctionMode):
+    """Copies a parameter before the first function that may write to its memory.
+
+    A mode of functions and none of operations, in which torch has no `torch.compile`, and so no flex attention.
+    """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__()
-        self._of_memory = {_memory(p): p for p in parameters}
+        self._of_memory = {root_of(p): p for p in parameters}
         self.saved: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable:
-            given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-            for argument in func._schema.arguments:
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    self._save(given.get(argument.name))
+        given = (*args, *kwargs.values())
+        if writes(func) or "out" in kwargs or any(x is True for x in given):  # `inplace=True`
+            with torch._C.DisableTorchFunction():
+                for x in tree_leaves(given):
+                    self._save(x)
         return func(*args, **kwargs)
 
-    def _save(self, written: Any) -> None:
-        for x in tree_leaves(written):
-            if isinstance(x, Tensor) and is_strided(x) and not x.is_meta:
-                memory = _memory(x)
-                p = self._of_memory.get(memory)
-                if p is not None and memory not in self.saved:
-                    self.saved[memory] = p, p.detach().clone()
+    def _save(self, x: Any) -> None:
+        if isinstance(x, Tensor):
+            memory = root_of(x)
+            p = self._of_memory.get(memory)
+            if p is not None and memory not in self.saved:
+                self.saved[memory] = p, p.detach().clone()
 
 
 @contextmanager
@@ -59,7 +63,3 @@ def parameters_kept(parameters: Iterable[Tensor]) -> Iterator[None]:
         for p, numbers in saving.saved.values():
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(p):  # type: ignore[attr-defined]
                 p.copy_(numbers)
-
-
-def _memory(x: Tensor) -> int:
-    return x.untyped_storage()._cdata  # type: ignore[no-any-return]

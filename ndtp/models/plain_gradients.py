@@ -42,7 +42,7 @@ from ndtp.runtime.arrival import is_plain, local_of, real_of, wrapped
 from ndtp.runtime.eagerly import as_it_is
 from ndtp.runtime.gradient_ends import end_of
 from ndtp.runtime.grid_parts import full_of, part_of
-from ndtp.runtime.handed_out import is_sum
+from ndtp.runtime.handed_out import is_sum, set_aside
 from ndtp.runtime.of_turn import OfTurn
 from ndtp.runtime.process_grid import ProcessGrid
 
@@ -121,7 +121,7 @@ class PlainGradients:
 
     def _hand_out(self, parameter: Any) -> None:
         """Sum what code outside of layers gives of a parameter, from now on."""
-        parameter.ndtp_set_aside = partial(self._set_aside, id(parameter))
+        set_aside(parameter, partial(self._set_aside, id(parameter)))
         if id(parameter) not in self._hooked:
             self._hooked.add(id(parameter))
             _hook_first(parameter, partial(self._take_of_split, id(parameter)))

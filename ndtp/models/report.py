@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from ndtp.algebra import html
@@ -70,13 +71,16 @@ class Report:
         Args:
             sequence: the length of the sequences.
             target: that of a decoder's; default: the same.
-            inputs: what a whole model is called with, instead; of tensors only sizes matter, they may be on meta.
+            inputs: what a whole model is called with, instead; of tensors only sizes matter, they may be on meta.  A
+                tensor that is given as `tokens`, `sequence` or `target` is an input of that name.
 
         Raises:
             LayoutError: a whole model without `sequence` or a config, or inputs of anything else.
         """
         if self.waits:
             raise LayoutError(f"report.volume: {self.waits}")
+        counts = {"tokens": tokens, "sequence": sequence, "target": target}
+        inputs |= {name: x for name, x in counts.items() if isinstance(x, torch.Tensor)}  # inputs of these names
         if self.split is not None:
             inputs = inputs or usual_inputs(self.split.stock, tokens, sequence, target)
             return step_volume(self.split.model, self.split.mesh, inputs)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ndtp.runtime.dtensor_rules import dtensor_of
 from ndtp.runtime.gradient_ends import end_of
@@ -153,7 +154,13 @@ class _Arrival(torch.autograd.Function):
 def _of_shard(grad: Tensor, x: Any) -> Any:
     """A gradient that can be differentiated again."""
     from ndtp.runtime.grid_autograd import OfShard
+    from ndtp.runtime.grid_tensor import GridTensor
 
+    if not isinstance(x, GridTensor):
+        spec = x._spec
+        return DTensor.from_local(
+            grad, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+        )
     return OfShard.apply(grad, x._spec, x.ndtp_real, type(x), False)  # type: ignore[no-untyped-call]
 
 

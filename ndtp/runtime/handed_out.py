@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +57,15 @@ def note_use(parameter: Any) -> None:
         parameter.register_hook(put)
 
 
+_SET_ASIDE: list[bool] = []  # whether any parameter of this process has been
+
+
+def set_aside(parameter: Any, take: Callable[[Any], Any]) -> None:
+    """Let `take` have what layers give of a parameter from now on, see `GridTensor`."""
+    parameter.ndtp_set_aside = take
+    _SET_ASIDE[:] = [True]
+
+
 def refuse_handed_out(weight: Any, where: str) -> None:
     """Refuse the weight of a layer that is computed from a parameter with which code outside of layers computes.
 
@@ -65,7 +74,10 @@ def refuse_handed_out(weight: Any, where: str) -> None:
     Raises:
         LayoutError: ranks have rows of their own, and both would arrive at the parameter as one gradient.
     """
-    seen, waiting = set(), [weight.grad_fn]
+    seen, waiting = (
+        set(),
+        [weight.grad_fn] if _SET_ASIDE else [],
+    )  # a graph may be long, and most have no such parameter
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from inspect import signature
 from typing import Any
 
@@ -51,12 +52,15 @@ def dropout(func: Any, x: Any, p: float = 0.5, *args: Any, **kwargs: Any) -> Any
     return enter(dropped, spec)
 
 
+_signature = cache(signature)
+
+
 @rule(F.embedding, F.embedding_bag)
 def look_up(func: Any, ids: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
     """Rows of a table whose features are split: each rank looks up its part of every row."""
     if not isinstance(weight, SplitTensor) or weight.spec.dims[0]:
         return NotImplemented
-    given = signature(func).bind(ids, weight, *args, **kwargs).arguments
+    given = _signature(func).bind(ids, weight, *args, **kwargs).arguments
     factors = given.get("per_sample_weights")
     if given.get("max_norm") or (isinstance(factors, Tensor) and factors.requires_grad):
         return NotImplemented  # it needs whole rows

@@ -9,7 +9,7 @@ takes it for the whole.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -123,8 +123,7 @@ class SplitTensor(Linked):
         if len(types) > 1 and any(kind is not cls and hasattr(kind, "gathered") for kind in types):
             args, given = mapped(args, _gathered, Tensor), mapped(given, _gathered, Tensor)
             kwargs = in_torchs_words(func, given)
-        is_of_several = len(args) + len(kwargs) > 1 or (args and isinstance(args[0], (list, tuple)))
-        if is_of_several and (others := _on_other_grids((*args, *kwargs.values()))):
+        if others := _on_other_grids(args, kwargs):
             change = lambda x: x.gathered() if id(x.spec.mesh) in others else x  # noqa: E731
             args, given, kwargs = mapped(args, change), mapped(given, change), mapped(kwargs, change)
         found = TABLE.get(func)
@@ -250,15 +249,15 @@ def _gathered(x: Tensor) -> Tensor:
 IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
 
 
-def _on_other_grids(operands: Any) -> set[int]:
+def _on_other_grids(args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:
     """Return the identities of meshes whose ranks lie otherwise than those of the first split tensor."""
-    split = split_in(operands)
-    if len(split) < 2:
+    given = (*args, *kwargs.values()) if kwargs else args
+    mine = [x for x in given if isinstance(x, (SplitTensor, list, tuple))]
+    if len(mine) == 1 and isinstance(mine[0], SplitTensor):  # most functions have one
         return set()
-    first = split[0].spec.mesh
-    meshes = {id(x.spec.mesh): x.spec.mesh for x in split if x.spec.mesh is not first}
-    is_same = lambda mesh: mesh.grid == first.grid and mesh.device_mesh == first.device_mesh  # noqa: E731
-    return {each for each, mesh in meshes.items() if not is_same(mesh)}
+    meshes = [x.spec.mesh for x in split_in(mine)]
+    lies = lambda mesh: (mesh.grid, mesh.device_mesh)  # noqa: E731
+    return {id(mesh) for mesh in meshes if mesh is not meshes[0] and lies(mesh) != lies(meshes[0])}
 
 
 def name_of(func: Any) -> str:

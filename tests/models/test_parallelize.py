@@ -1,5 +1,7 @@
 """Users' models with their Linear pairs swapped: results, gradients, keys and reports."""
 
+import inspect
+
 import pytest
 import torch
 from products import mesh_of
@@ -11,6 +13,7 @@ from turns import by_turns
 import ndtp
 from ndtp import CommMeter, Grid, Layout, LayoutError
 from ndtp.algebra.schemes import SCHEMES
+from ndtp.models.dry_step import end_of_step
 from ndtp.models.parallelize import BoundaryLinear
 from ndtp.testing import assert_equal
 
@@ -130,6 +133,12 @@ def check_models(grid, scheme, names=tuple(MODELS)):
             volume = model.ndtp_report.volume(x[..., 0].numel())
             # The input of the first pair wants a gradient here, so every pair runs its full backward.
             assert meter.volume == volume, f"{where}: {meter.volume} != {volume}"
+        elif grid.num_ranks > 1 and plan is None:
+            first = next(iter(inspect.signature(model.forward).parameters))
+            with CommMeter() as meter:
+                end_of_step(model(local)).backward()
+            volume = model.ndtp_report.volume(**{first: local})
+            assert meter.volume.total == volume.total, f"{where}: {meter.volume} != {volume}"
         assert not mesh.collectives.in_flight, "handles left over"
 
 
@@ -223,6 +232,13 @@ def check_weights_and_modes():
             )
             assert_equal(layer.to_dense().weight, theirs.weight, f"{i}.{name}")
             assert_equal(layer.to_dense().bias, theirs.bias, f"{i}.{name} bias")
+    by_rule = encoder()
+    by_rule.load_state_dict(dense.state_dict())
+    by_rule[0].mapping.requires_grad_(False)
+    ndtp.parallelize(by_rule, mesh)
+    for (name, mine), theirs in zip(by_rule.named_parameters(), frozen.parameters(), strict=True):
+        assert mine.requires_grad == theirs.requires_grad, name
+        assert_equal(mine.full_tensor(), dense.get_parameter(name), name)
 
 
 def dropout_model(grid, scheme, p=0.5, rows=6):

@@ -6,9 +6,11 @@ import pytest
 import torch
 from products import mesh_of
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 
 import ndtp
 from ndtp import Grid
+from ndtp.models.kept_parameters import parameters_kept
 
 
 def replaced(p, change):
@@ -192,6 +194,10 @@ def check_set_up():
         lambda p: p.copy_(p * 3),
         lambda p: p[2:5].fill_(2.0),
         lambda p: setattr(p, "data", p.data * 3),
+        lambda p: nn.functional.threshold(p.sub_(1.0), 0.2, 0.5, True),
+        lambda p: nn.init.constant_(tensor=p, val=p.sum().item()),
+        lambda p: torch._foreach_mul_([p.data], 3.0),
+        lambda p: torch.mul(p, 3.0, out=p.detach()),
     ):
         torch.manual_seed(0)
         dense, x = SetUp(way), torch.linspace(-1, 1, 20).view(4, 5)
@@ -204,3 +210,13 @@ def check_set_up():
 
 def test_a_first_forward_writes_once(ranks):
     ranks(2).run(check_set_up)
+
+
+def test_functions_that_call_others_run_while_parameters_are_kept():
+    """Neither `torch.cond` nor flex attention runs under a mode of operations that does not know them."""
+    p, q = nn.Parameter(torch.ones(3)), torch.linspace(-1, 1, 128).view(1, 2, 8, 8)
+    with torch.no_grad(), parameters_kept([p]):
+        torch.cond(q.sum() > 0, lambda x: x + p.mul_(2).sum(), lambda x: x - 1, (q,))
+        flex_attention(q, q, q)
+        p[1:].zero_()
+    assert torch.equal(p, torch.ones(3))
