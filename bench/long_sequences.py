@@ -40,7 +40,7 @@ TINY = {
     "ffn_dim": 64, "word_embed_proj_dim": 32, "rotary_dim": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
     "attn_pdrop": 0.0, "attention_dropout": 0.0, "hidden_dropout": 0.0, "dropout": 0.0,
 }  # fmt: skip
-SIZES = {"hidden": 128, "inner": 512, "layers": 4, "heads": 8, "kv_heads": 4, "vocabulary": 256, "length": 2048}
+SIZES = {"hidden": 128, "inner": 512, "layers": 4, "heads": 8, "kv_heads": 4, "vocabulary": 256}
 GRIDS = {  # and their schemes
     "2d": ("2d", {"x": 2, "y": 2}),
     "3d": ("3d", {"z": 4, "x": 1, "y": 1}),
@@ -49,6 +49,7 @@ GRIDS = {  # and their schemes
     "2x4": ("2d", {"x": 2, "y": 4}),
     "z=4 y=2": ("3d", {"z": 4, "x": 1, "y": 2}),
 }
+MEMORY = (2048, 4), (8192, 4), (8192, 8)  # tokens of one sequence, and ranks of z
 LENGTH = 14  # which four ranks do not divide
 
 
@@ -112,30 +113,33 @@ def step(model: torch.nn.Module, ids: torch.Tensor) -> dict[str, int]:
     return {"kept": kept, "peak": live.peak}
 
 
-def llama() -> torch.nn.Module:
+def llama(length: int) -> torch.nn.Module:
     config = transformers.LlamaConfig(
         vocab_size=SIZES["vocabulary"], hidden_size=SIZES["hidden"], intermediate_size=SIZES["inner"],
         num_hidden_layers=SIZES["layers"], num_attention_heads=SIZES["heads"], num_key_value_heads=SIZES["kv_heads"],
-        max_position_embeddings=SIZES["length"],
+        max_position_embeddings=length,
     )  # fmt: skip
     torch.manual_seed(0)
     return transformers.LlamaForCausalLM(config)
 
 
-def on_a_rank(way: str) -> dict[str, int]:
-    ids = torch.randint(3, SIZES["vocabulary"], (1, SIZES["length"]), generator=torch.Generator().manual_seed(1))
-    mesh = ndtp.ProcessGrid(ndtp.Grid(GRIDS["3d"][1]), ring_bytes=0)
-    return step(ndtp.parallelize(llama(), mesh, attention=way), ids)
+def ids_of(length: int) -> torch.Tensor:
+    return torch.randint(3, SIZES["vocabulary"], (1, length), generator=torch.Generator().manual_seed(1))
 
 
-def memory() -> dict:
-    ids = torch.randint(3, SIZES["vocabulary"], (1, SIZES["length"]), generator=torch.Generator().manual_seed(1))
-    dense, ranks = step(llama(), ids), ndtp.Grid(GRIDS["3d"][1]).num_ranks
-    part = 2 * SIZES["length"] // ranks * SIZES["hidden"] * SIZES["kv_heads"] // SIZES["heads"] * 4
+def on_a_rank(way: str, length: int, sizes: dict[str, int]) -> dict[str, int]:
+    mesh = ndtp.ProcessGrid(ndtp.Grid(sizes), ring_bytes=0)
+    return step(ndtp.parallelize(llama(length), mesh, attention=way), ids_of(length))
+
+
+def memory(length: int, ranks: int) -> dict:
+    sizes = {"z": ranks, "x": 1, "y": 1}
+    dense = step(llama(length), ids_of(length))
+    part = 2 * length // ranks * SIZES["hidden"] * SIZES["kv_heads"] // SIZES["heads"] * 4
     bound = {key: int(1.1 * value / ranks + 2 * part) for key, value in dense.items()}
-    ways = {way: ndtp.testing.run(on_a_rank, ranks=ranks, args=(way,)) for way in WAYS}
+    ways = {way: ndtp.testing.run(on_a_rank, ranks=ranks, args=(way, length, sizes)) for way in WAYS}
     most = {way: {key: max(each[key] for each in found) for key in dense} for way, found in ways.items()}
-    return {"sizes": SIZES, "grid": GRIDS["3d"][1], "dense": dense, "bound": bound, "a part of k and v": part} | most
+    return {"grid": sizes, "dense": dense, "bound": bound, "a part of k and v": part} | most
 
 
 def balance() -> dict[str, float]:
@@ -163,7 +167,8 @@ def main() -> None:
     if arguments.classes_only:
         result = json.loads(arguments.out.read_text()) | result
     else:
-        result |= {"balance": balance(), "memory": memory(), "classes": {}}
+        memories = {f"{length} tokens on {ranks} ranks": memory(length, ranks) for length, ranks in MEMORY}
+        result |= {"sizes": SIZES, "balance": balance(), "memory": memories, "classes": {}}
     for grid in arguments.grids:
         for kind in arguments.types:
             if grid in result["classes"].get(kind, {}):

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from ndtp.algebra.attention_pieces import AttentionPiece, pieces
 from ndtp.algebra.cached import cached_property
 from ndtp.algebra.grid import Grid
-from ndtp.algebra.steps import Step, received
+from ndtp.algebra.steps import Step
 from ndtp.algebra.volume import Traffic, Volume
+from ndtp.algebra.wire import Wire, message_bytes
 from ndtp.dtypes import Dtype, name_of, size_of
 
 
@@ -84,24 +85,38 @@ class RingPlan:
         return [sum(piece.work for piece in self.pieces(index, turn)) for turn in range(self.ranks)]
 
     def volume(
-        self, q: Sequence[int], k: Sequence[int], v: Sequence[int], dtype: Dtype, wide: Dtype, backward: bool = True
-    ) -> Volume:
+        self, q: Sequence[int], k: Sequence[int], v: Sequence[int], dtype: Dtype, wide: Dtype, backward: bool = True,
+        wire: Wire | None = None,
+    ) -> Volume:  # fmt: skip
         """Return the bytes that a rank receives.
 
         Args:
             q, k, v: local shapes, [.., part, features].
             dtype, wide: of the tensors, and of the gradients that are added up on their way.
             backward: whether there is one.
+            wire: the dtypes in which tensors travel; the gradients that are added up on their way do as they are.
         """
-        keys = math.prod(k) + math.prod(v)
-        halves = (self.part - self.half) * (keys + math.prod(q)) // self.part
-        outs = (self.part - self.half) * math.prod(q) // q[-1] * v[-1] // self.part
-        once, sums = (received("pass_on", keys, self.ranks) * turns for turns in (self.ranks - 1, self.ranks))
-        swapped = (halves + outs) if self.is_zigzag else 0
-        found = [("forward", "pass_on", once, dtype), ("forward", "swap_ends", swapped, dtype)]
+        swapped = self.part - self.half if self.is_zigzag and self.ranks > 1 else 0
+        out = (*q[:-1], v[-1])
+
+        def message(phase: str, kind: str, shapes: Sequence[Sequence[int]], turns: int, rows: int) -> Traffic:
+            of = "activations" if phase == "forward" or kind == "pass_on" else "activation_gradients"
+            form, size = None if wire is None else wire.format(of), size_of(dtype)
+            cut = [(*shape[:-2], rows, shape[-1]) for shape in shapes]
+            of_each = [turns * message_bytes(shape, size, form) for shape in cut]
+            name = name_of(dtype) if form is None else form.name
+            return Traffic(phase, kind, self.axes, sum(of_each), turns * sum(map(math.prod, cut)), dtype=name)
+
+        turns, sums = self.ranks - 1, self.ranks * (self.ranks > 1)
+        found = [
+            message("forward", "pass_on", (k, v), turns, self.part),
+            message("forward", "swap_ends", (q, k, v, out), 1, swapped),
+        ]
         if backward:
-            found += [("dgrad", *entry[1:]) for entry in found] + [("dgrad", "pass_on", sums, wide)]
-        return Volume.of(
-            Traffic(phase, kind, self.axes, count * size_of(of), count, dtype=name_of(of))
-            for phase, kind, count, of in found
-        )
+            count = sums * (math.prod(k) + math.prod(v))
+            found += [
+                message("dgrad", "pass_on", (k, v), turns, self.part),
+                message("dgrad", "swap_ends", (out, q, k, v), 1, swapped),
+                Traffic("dgrad", "pass_on", self.axes, count * size_of(wide), count, dtype=name_of(wide)),
+            ]
+        return Volume.of(found)

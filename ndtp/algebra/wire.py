@@ -184,6 +184,11 @@ def message_bytes(shape: Sequence[int], itemsize: int, form: Format | None) -> i
     return prod(shape) * itemsize
 
 
+def row_bytes(width: int, itemsize: int, wire: Wire | None, kind: str) -> int:
+    """Return the bytes of one row of a kind of tensors, its scale included."""
+    return message_bytes((1, width), itemsize, None if wire is None else wire.format(kind))
+
+
 def step_bytes(
     grid: Grid, step: Step, shape: Sequence[int], elements: int, itemsize: int, form: Format | None
 ) -> tuple[int, bool]:

@@ -167,7 +167,12 @@ class Collectives:
             return self._route(step, op, phase, shape, dtype, part, blocks)
 
         codec = None
-        if self.wire is not None and step.kind not in POINT_TO_POINT:
+        if step.kind in POINT_TO_POINT:
+            (route,) = self._legs(bind, shape, dtype)
+            if self.wire is not None and dtype == torch.uint8 and (form := self.wire.format(kind)) is not None:
+                route.codec, route.coded_bytes = CODECS[form.name], route.received  # it was coded by its owner
+            return (route,)
+        if self.wire is not None:
             whole = (shape[1], shape[0] * shape[2]) if blocks and step.kind == "reduce_scatter" else shape
             kind = kind or (KINDS.get(op[1], "") if len(op) > 1 else "")
             codec = self.codec(part_of(self.groups.grid, step, whole)[0], dtype, kind)

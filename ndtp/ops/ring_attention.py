@@ -5,13 +5,15 @@ returns    [batch, heads, positions / p, d of v]
 
 ring       for each of p turns: out, lse = merge(out, lse, attention(q, k, v));  k, v = PASS(k, v)
 backward   the same turns once more, with dk and dv passed on behind k and v
+wire       the owner of keys and values brings them to their form on the wire once, and all ranks pass that on, so that
+           all of them, the owner too, attend to the same numbers; dk and dv are sums, and travel as they are computed
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,13 +21,15 @@ from torch import Tensor
 from ndtp.algebra.attention_pieces import pieces
 from ndtp.algebra.ring_plan import RingPlan
 from ndtp.algebra.steps import Step
+from ndtp.algebra.wire import BACK
 from ndtp.compute.partial_attention import Gradients, Merged
 from ndtp.ops.moving import enter, sent
 
 if TYPE_CHECKING:
+    from ndtp.collectives.codecs import Codec
     from ndtp.runtime.grid_like import GridLike
 
-NAME = "ring attention"
+NAME, KIND = "ring attention", "activations"
 MOST_GROUPS = 2  # of heads, each with messages of its own
 
 
@@ -58,9 +62,10 @@ class _Ring(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, plan: RingPlan, mesh: GridLike, scale: float
     ) -> Tensor:
         index = mesh.grid.index(mesh.rank, plan.axes)
-        groups, masks = _groups(q, k, v), _masks(mask, q, k)
+        groups, masks = _groups(q, *(_coded(x, mesh, KIND) for x in (k, v))), _masks(mask, q, k)
         coming: list[Any] = [_swapping(group, plan, mesh, "forward") for group in groups]
         merged, kept, outs = [], [], []
+        widths, forms = (k.shape[-1], v.shape[-1]), [[PackedForm.of(x) for x in group[1:]] for group in groups]
         for turn in range(plan.ranks):
             for i in range(len(groups)):
                 if turn == 0:
@@ -71,7 +76,7 @@ class _Ring(torch.autograd.Function):
                     block = coming[i]()
                 if turn < plan.ranks - 1:
                     coming[i] = _passed(block, plan, mesh, "forward")
-                keys, values = _unpacked(block, groups[i][1:])
+                keys, values = _keys_of(block, forms[i], widths, q.dtype, mesh)
                 here, seen = plan.pieces(index, turn), _columns(masks[i], plan, index, turn)
                 merged[i].see(groups[i][0], keys, values, here, scale, seen)
                 if turn == plan.ranks - 1:
@@ -80,6 +85,7 @@ class _Ring(torch.autograd.Function):
                     outs.append(_swapping((out,), plan, mesh, "forward"))
         ctx.save_for_backward(mask, *kept)
         ctx.plan, ctx.mesh, ctx.scale, ctx.index = plan, mesh, scale, index
+        ctx.widths = k.shape[-1], v.shape[-1]
         found = [result for each in outs for result in each()]
         return torch.cat(found, -3) if len(found) > 1 else found[0]
 
@@ -102,7 +108,7 @@ class _Ring(torch.autograd.Function):
                     block = coming[i]()
                 if turn < plan.ranks - 1:
                     coming[i] = _passed(block, plan, mesh, "dgrad")
-                keys, values = _unpacked(block, (k, v))
+                keys, values = _keys_of(block, (PackedForm.of(k), PackedForm.of(v)), ctx.widths, q.dtype, mesh)
                 here, seen = plan.pieces(index, turn), _columns(masks[i], plan, index, turn)
                 total = _packed(own[i].see(keys, values, here, seen))
                 if turn == 0:
@@ -110,8 +116,9 @@ class _Ring(torch.autograd.Function):
                 else:
                     total += sums[i]()
                     sums[i] = _passed(total, plan, mesh, "dgrad")
-        for i, (q, k, v, *_) in enumerate(kept):
-            dk, dv = (x.to(k.dtype) for x in _unpacked(sums[i](), (k, v)))
+        for i, (q, *coded, _, _) in enumerate(kept):
+            wide = [PackedForm((*x.shape[:-1], width), total.dtype) for x, width in zip(coded, ctx.widths, strict=True)]
+            dk, dv = (x.to(q.dtype) for x in _unpacked(sums[i](), wide))
             ends.append(_swapping((own[i].dq.to(q.dtype), dk, dv), plan, mesh, "dgrad"))
         found = zip(*(end() for end in ends), strict=True)
         return *(torch.cat(parts, -3) if len(parts) > 1 else parts[0] for parts in found), None, None, None, None
@@ -159,34 +166,79 @@ def _pieces_from(start: int, q: Tensor, k: Tensor) -> Any:
     return pieces([range(start, start + q.shape[-2])], [range(keys)], keys, True)
 
 
+class PackedForm(NamedTuple):
+    """The shape and the dtype of one of the tensors that a message holds."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, x: Tensor) -> PackedForm:
+        return cls(tuple(x.shape), x.dtype)
+
+
+def _codec(mesh: GridLike, width: int, dtype: torch.dtype, kind: str) -> Codec | None:
+    return mesh.collectives.codec((1, width), dtype, kind)
+
+
+def _coded(x: Tensor, mesh: GridLike, kind: str) -> Tensor:
+    """Return a tensor as it travels: the bytes of each row and its scale, [.., bytes]; itself where it has no codec."""
+    codec = _codec(mesh, x.shape[-1], x.dtype, kind)
+    return x if codec is None else codec.encode_rows(x.detach().reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+
+def _decoded(x: Tensor, width: int, dtype: torch.dtype, mesh: GridLike, kind: str = KIND) -> Tensor:
+    """Return the tensor [.., width] in `dtype` that travels as `x`."""
+    codec = _codec(mesh, width, dtype, kind)
+    if codec is None:
+        return x
+    return codec.decode_rows(x.reshape(-1, x.shape[-1]), width, dtype).view(*x.shape[:-1], width)
+
+
+def _keys_of(
+    block: Tensor, forms: Sequence[PackedForm], widths: Sequence[int], dtype: torch.dtype, mesh: GridLike
+) -> list[Tensor]:
+    """Return the keys and values of a message."""
+    parts = _unpacked(block, forms)
+    return [_decoded(x, width, dtype, mesh) for x, width in zip(parts, widths, strict=True)]
+
+
 def _passed(x: Tensor, plan: RingPlan, mesh: GridLike, phase: str) -> Any:
     if plan.ranks == 1:
         return lambda: x
-    return sent(x, (plan.pass_on,), mesh, NAME, phase)
+    return sent(x, (plan.pass_on,), mesh, NAME, phase, KIND)
 
 
 def _swapping(tensors: Sequence[Tensor], plan: RingPlan, mesh: GridLike, phase: str) -> Callable[[], Sequence[Tensor]]:
     """Begin to swap the second halves of parts of the sequence, by one message; the same on the way back."""
     if not plan.is_zigzag:
         return lambda: tensors
+    kind = KIND if phase == "forward" else BACK[KIND]
     halves = [x[..., plan.half :, :] for x in tensors]
+    coded = [_coded(x, mesh, kind) for x in halves]
     step: Step = plan.swap
-    come = sent(_packed(halves), (step,), mesh, NAME, phase)
+    come = sent(_packed(coded), (step,), mesh, NAME, phase, kind)
 
     def swapped() -> Sequence[Tensor]:
-        parts = zip(tensors, _unpacked(come(), halves), strict=True)
-        return [torch.cat((x[..., : plan.half, :], half), -2) for x, half in parts]
+        came = _unpacked(come(), [PackedForm.of(x) for x in coded])
+        there = [_decoded(x, own.shape[-1], own.dtype, mesh, kind) for x, own in zip(came, halves, strict=True)]
+        return [torch.cat((x[..., : plan.half, :], half), -2) for x, half in zip(tensors, there, strict=True)]
 
     return swapped
 
 
 def _packed(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([x.reshape(-1) for x in tensors])
+    flat = [x.reshape(-1) for x in tensors]
+    if len({x.dtype for x in flat}) > 1:
+        flat = [x.view(torch.uint8) for x in flat]
+    return torch.cat(flat)
 
 
-def _unpacked(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    parts = flat.split([x.numel() for x in like])
-    return [part.view(x.shape) for part, x in zip(parts, like, strict=True)]
+def _unpacked(flat: Tensor, forms: Sequence[PackedForm]) -> list[Tensor]:
+    parts = flat.split([math.prod(shape) * dtype.itemsize // flat.itemsize for shape, dtype in forms])
+    # Bytes between which others lie may begin at any address.
+    parts = [x if x.dtype == dtype else x.clone().view(dtype) for x, (_, dtype) in zip(parts, forms, strict=True)]
+    return [part.view(shape) for part, (shape, _) in zip(parts, forms, strict=True)]
 
 
 def _columns(mask: Tensor | None, plan: RingPlan, index: int, turn: int) -> Tensor | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ndtp.algebra.wire import row_bytes
 from ndtp.planner.block_cost import Block, messages
 from ndtp.planner.grids import FOLDED
 from ndtp.planner.hardware import Hardware
@@ -276,11 +277,14 @@ class _Clock:
         """
         m, s, practice = self.job.model, self.splits, self.job.practice
         per_stage = deepest(m, s)
-        own = self.arithmetic.rows / s.x * 2 * m.keys * m.head / s.y * 2.0
-        received = own * (s.cp - 1)
-        # Causal ranks need half of them; round the ring all of them go.
-        one = self.network.seconds("all_gather", "cp", received)
-        wait = Both(one, 2 * one)
+        received = self.arithmetic.rows / s.x * 2 * m.keys * m.head / s.y * (s.cp - 1)
+        # Causal ranks need half of them; round the ring all of them go, and their gradients as they are computed.
+        back = "activation_gradients" if practice.gather_context else ""
+        one, grads = (
+            self.network.seconds("all_gather", "cp", received * row_bytes(m.head, 2, practice.wire, kind) / m.head)
+            for kind in ("activations", back)
+        )
+        wait = Both(one, one + grads)
         if practice.gather_context:
             return wait
         one_core = Both(cores.forward / per_stage, cores.backward / per_stage)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from ndtp.algebra.wire import Wire
 from ndtp.planner.hardware import Hardware, Link
 from ndtp.planner.model_config import Mixture
 from ndtp.planner.training import Practice, Splits, TrainingJob, Transformer
@@ -171,3 +172,18 @@ def test_a_step_that_starts_kernels_most_of_its_time_says_so_and_splits_no_layer
     assert limits(best) == "starting kernels" and "to starting kernels" in why(best)
     assert best.splits.x == best.splits.y == 1 and best.practice.recompute == "none"
     assert float(step(machine=machine, y=4, batch=8).total) > float(step(machine=machine, dp=4, batch=8).total)
+
+
+def test_keys_travel_round_a_ring_by_the_wire_and_sums_of_their_gradients_as_they_are():
+    """Of bf16 fp8 has half the bytes, and a scale of 4 bytes for each head of 64 numbers."""
+    alone = {"overlap_weights": False}
+    ring, gathered = (
+        [
+            float(step(replace(PLAIN, gather_context=of, wire=wire, **alone), cp=4).context)
+            for wire in (None, Wire.of("fp8"))
+        ]
+        for of in (False, True)
+    )
+    share = (64 + 4) / 128
+    assert ring[1] == pytest.approx(ring[0] * (2 * share + 1) / 3)
+    assert gathered[1] == pytest.approx(gathered[0] * share)
