@@ -40,7 +40,7 @@ TINY = {
     "ffn_dim": 64, "word_embed_proj_dim": 32, "rotary_dim": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
     "attn_pdrop": 0.0, "attention_dropout": 0.0, "hidden_dropout": 0.0, "dropout": 0.0,
 }  # fmt: skip
-SIZES = {"hidden": 128, "inner": 512, "layers": 4, "heads": 8, "kv_heads": 4, "vocabulary": 256}
+SIZES = {"hidden": 128, "inner": 512, "layers": 4, "heads": 8, "vocabulary": 256}
 GRIDS = {  # and their schemes
     "2d": ("2d", {"x": 2, "y": 2}),
     "3d": ("3d", {"z": 4, "x": 1, "y": 1}),
@@ -49,7 +49,7 @@ GRIDS = {  # and their schemes
     "2x4": ("2d", {"x": 2, "y": 4}),
     "z=4 y=2": ("3d", {"z": 4, "x": 1, "y": 2}),
 }
-MEMORY = (2048, 4), (8192, 4), (8192, 8)  # tokens of one sequence, and ranks of z
+MEMORY = (2048, 4, 4), (8192, 8, 4), (8192, 8, 1)  # tokens of one sequence, ranks of z, heads of keys
 LENGTH = 14  # which four ranks do not divide
 
 
@@ -113,10 +113,10 @@ def step(model: torch.nn.Module, ids: torch.Tensor) -> dict[str, int]:
     return {"kept": kept, "peak": live.peak}
 
 
-def llama(length: int) -> torch.nn.Module:
+def llama(length: int, kv_heads: int) -> torch.nn.Module:
     config = transformers.LlamaConfig(
         vocab_size=SIZES["vocabulary"], hidden_size=SIZES["hidden"], intermediate_size=SIZES["inner"],
-        num_hidden_layers=SIZES["layers"], num_attention_heads=SIZES["heads"], num_key_value_heads=SIZES["kv_heads"],
+        num_hidden_layers=SIZES["layers"], num_attention_heads=SIZES["heads"], num_key_value_heads=kv_heads,
         max_position_embeddings=length,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -127,17 +127,17 @@ def ids_of(length: int) -> torch.Tensor:
     return torch.randint(3, SIZES["vocabulary"], (1, length), generator=torch.Generator().manual_seed(1))
 
 
-def on_a_rank(way: str, length: int, sizes: dict[str, int]) -> dict[str, int]:
+def on_a_rank(way: str, length: int, sizes: dict[str, int], kv_heads: int) -> dict[str, int]:
     mesh = ndtp.ProcessGrid(ndtp.Grid(sizes), ring_bytes=0)
-    return step(ndtp.parallelize(llama(length), mesh, attention=way), ids_of(length))
+    return step(ndtp.parallelize(llama(length, kv_heads), mesh, attention=way), ids_of(length))
 
 
-def memory(length: int, ranks: int) -> dict:
+def memory(length: int, ranks: int, kv_heads: int) -> dict:
     sizes = {"z": ranks, "x": 1, "y": 1}
-    dense = step(llama(length), ids_of(length))
-    part = 2 * length // ranks * SIZES["hidden"] * SIZES["kv_heads"] // SIZES["heads"] * 4
+    dense = step(llama(length, kv_heads), ids_of(length))
+    part = 2 * length // ranks * SIZES["hidden"] * kv_heads // SIZES["heads"] * 4
     bound = {key: int(1.1 * value / ranks + 2 * part) for key, value in dense.items()}
-    ways = {way: ndtp.testing.run(on_a_rank, ranks=ranks, args=(way, length, sizes)) for way in WAYS}
+    ways = {way: ndtp.testing.run(on_a_rank, ranks=ranks, args=(way, length, sizes, kv_heads)) for way in WAYS}
     most = {way: {key: max(each[key] for each in found) for key in dense} for way, found in ways.items()}
     return {"grid": sizes, "dense": dense, "bound": bound, "a part of k and v": part} | most
 
@@ -167,7 +167,7 @@ def main() -> None:
     if arguments.classes_only:
         result = json.loads(arguments.out.read_text()) | result
     else:
-        memories = {f"{length} tokens on {ranks} ranks": memory(length, ranks) for length, ranks in MEMORY}
+        memories = {f"{sizes[0]} tokens, {sizes[1]} ranks, {sizes[2]} heads of keys": memory(*sizes) for sizes in MEMORY}
         result |= {"sizes": SIZES, "balance": balance(), "memory": memories, "classes": {}}
     for grid in arguments.grids:
         for kind in arguments.types:

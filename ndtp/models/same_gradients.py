@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 _grad: Any = attrgetter("grad")
 _held: Any = vars(torch._C.TensorBase)["grad"].__get__  # as it is, a bare DTensor too
@@ -41,7 +42,10 @@ class GradientChanges:
         self.changed: tuple[tuple[int, int], ...] = ()
 
     def after_backward(self, parameters: Sequence[nn.Parameter]) -> None:
-        grads = self._grads = [*map(_grad, parameters)]
+        grads = [*map(_held, parameters)]
+        if DTensor in set(map(type, grads)):  # of torch's compiler, which reading makes ones of the grid
+            grads = [*map(_grad, parameters)]
+        self._grads = grads
         self._versions = _versions(grads)
         pairs = zip(reversed(parameters), reversed(grads), strict=True)
         self._probes = [(p, _numbers(grad)) for p, grad in islice((pair for pair in pairs if _can_tell(pair[1])), 2)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from ndtp.errors import LayoutError
@@ -45,6 +46,8 @@ def take_place(param: Any, lies: Lies, mesh: ProcessGrid, name: str) -> None:
             f"{own[:-1]} of {own[-1]}: the two layers use {theirs} otherwise\n"
             "  fix: tie the weights before parallelize, which then lets both layers have one"
         )
+    elif not is_plain(param) and not hasattr(param, "ndtp_layout"):  # made anew by load_state_dict(assign=True)
+        param.ndtp_layout, param.ndtp_real = lies.layout, torch.Size(lies.dense)
 
 
 def _placed(lies: Lies, mesh: ProcessGrid) -> tuple[Any, ...]:
