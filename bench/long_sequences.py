@@ -167,7 +167,9 @@ def main() -> None:
     if arguments.classes_only:
         result = json.loads(arguments.out.read_text()) | result
     else:
-        memories = {f"{sizes[0]} tokens, {sizes[1]} ranks, {sizes[2]} heads of keys": memory(*sizes) for sizes in MEMORY}
+        memories = {
+            f"{sizes[0]} tokens, {sizes[1]} ranks, {sizes[2]} heads of keys": memory(*sizes) for sizes in MEMORY
+        }
         result |= {"sizes": SIZES, "balance": balance(), "memory": memories, "classes": {}}
     for grid in arguments.grids:
         for kind in arguments.types:

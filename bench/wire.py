@@ -124,7 +124,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--rate", required=True, help="of the links, as given to slow_network.py")
-    parser.add_argument("--grid", nargs="*", default=[], help="beside the 1D grid and dp=4,y=2, where there are as many ranks")
+    parser.add_argument("--grid", nargs="*", default=[], help="beside the 1D grid and, of eight ranks, dp=4,y=2")
     parser.add_argument("--out", type=Path, help="JSON; other rates in it are kept")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")

@@ -15,8 +15,9 @@ from ndtp.models.frame import Frame
 from ndtp.models.hidden import Hidden, leave
 from ndtp.models.kept_logits import KeptWeights
 from ndtp.models.made_classes import made_class
-from ndtp.models.pending import Call, Pending, pending
+from ndtp.models.pending import Pending, pending
 from ndtp.models.projections import Projection, products
+from ndtp.models.waiting import Call
 from ndtp.nn.hooks import has_hooks
 from ndtp.nn.losses import loss_plan
 from ndtp.ops.linear_losses import LinearLossPlan, linear_cross_entropy
@@ -63,11 +64,11 @@ def cross_entropy(
     """
     call, passage = logits.call, logits.passage
     head, frame = call.members[0], passage.frame
-    if head is not frame.head or not call.is_now or reduction not in ("mean", "sum"):
+    if head is not frame.head or reduction not in ("mean", "sum"):
         return NotImplemented
     if size_average is not None or reduce is not None or not isinstance(target, Tensor) or logits.dim() != 2:
         return NotImplemented
-    if target.is_floating_point() or tuple(target.shape) != passage.lead:
+    if target.is_floating_point() or tuple(target.shape) != passage.lead or not call.take():
         return NotImplemented
     frame.has_split_loss = True
     rows = leave(call.source)

@@ -7,7 +7,7 @@ ask any more.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ndtp.models.seen_weights import with_weights
 from ndtp.runtime.arrival import local_of, wrapped
 from ndtp.runtime.versions import version_of
 
@@ -67,23 +68,6 @@ class KeptWeights:
         """Forget the copies: the logits are computed."""
         self.copies.clear()
         _OPEN.discard(self)
-
-
-@contextmanager
-def with_weights(weights: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Put weights in the places of a layer's own ones: those of the call, as in `torch.func.functional_call`.
-
-    Args:
-        weights: layers, the names of their parameters, and what is to be there.
-    """
-    own = [(layer._parameters, key, layer._parameters[key]) for layer, key, _ in weights]
-    try:
-        for layer, key, p in weights:
-            layer._parameters[key] = p
-        yield
-    finally:
-        for parameters, key, p in own:
-            parameters[key] = p
 
 
 @cache

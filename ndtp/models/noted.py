@@ -20,9 +20,10 @@ from torch.utils._pytree import tree_leaves
 from ndtp.models.between import DROPOUTS, KNOWN
 from ndtp.models.hidden import PARTS, is_dropout_off
 from ndtp.models.observed_chains import TURNS
-from ndtp.models.pending import STATIC, Call, NotComputed
+from ndtp.models.pending import STATIC, NotComputed
 from ndtp.models.same_hooks import compare_hooks
 from ndtp.models.split_layers import ObservedLinear, Rows
+from ndtp.models.waiting import Call
 from ndtp.split.tensor import SHAPE, SIZES, SplitTensor, enter, in_torchs_words, writes
 
 FORMS = {

@@ -70,7 +70,7 @@ class ObservedMLP:
         return made
 
     def _led_back(self, x: Any) -> Any:
-        if not isinstance(x, Noted) or x.call.members != self.ups or not x.is_open or not x.call.is_now:
+        if not isinstance(x, Noted) or x.call.members != self.ups or not x.is_open:
             return None
         call, down, ups = x.call, self.down, self.ups
         frame = down.frame
@@ -89,6 +89,8 @@ class ObservedMLP:
             return None  # its products do not meet in as many features: one of them has padding
         if down.width != down.real_in and ACTIVATIONS[name].forward(torch.zeros(2)).any():
             return None  # whose padding would not stay zero
+        if not call.take():
+            return None
         with down.at_work():
             (up_weight, up_bias), (weight, bias) = as_one(ups, leaves), down.weight_and_bias()
             plans = ups[0].plan, down.plan
@@ -125,6 +127,8 @@ def cross_entropy(
     if form.dim() != 2 and not logits.is_turned:
         return NotImplemented
     if type(target) is not Tensor or target.is_floating_point() or tuple(target.shape) != tuple(lead):
+        return NotImplemented
+    if not call.take():
         return NotImplemented
     frame, context = head.frame, head.context
     key = (head.name, ignore_index, label_smoothing)

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from ndtp.compute.epilogues import ACTIVATIONS
 from ndtp.models.hidden import Hidden, enter, leave
 from ndtp.models.noted import Noted
-from ndtp.models.pending import Call, Pending, pending
+from ndtp.models.pending import Pending, pending
 from ndtp.models.projections import Projection, products
+from ndtp.models.waiting import Call
 from ndtp.nn.hooks import has_hooks
 from ndtp.ops.few_rows import takes_few_rows
 from ndtp.ops.products import mlp
@@ -56,7 +57,7 @@ class MLPSchedule:
 
     def _led_back(self, x: Any) -> Hidden | None:
         """Return the last projection's result as part of the one program; None where it takes its inputs by itself."""
-        if not isinstance(x, Pending) or x.call.members != self.ups or not x.is_open or not x.call.is_now:
+        if not isinstance(x, Pending) or x.call.members != self.ups or not x.is_open:
             return None
         down, ups, frame = self.down, self.ups, self.down.frame
         if x.passage.width != down.width or x.dtype != x.call.dtype or x.rows is not None or x.key is None:
@@ -71,6 +72,8 @@ class MLPSchedule:
         is_padded = x.passage.width != x.passage.features
         if is_padded and ACTIVATIONS[name].forward(torch.zeros(2)).any():
             return None  # whose padding would not stay zero
+        if not x.call.take():
+            return None
         plans = ups[0].plan, down.plan
         (up_weight, up_bias), (weight, bias) = as_one(ups, leaves), down.weight_and_bias()
         y = mlp(rows, (up_weight, weight), plans, frame.mesh, name, (up_bias, bias), (ups[0], down))

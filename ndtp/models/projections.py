@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -24,11 +25,14 @@ from ndtp.models.frame import Frame, Passage, led_to
 from ndtp.models.fused_order import order_of
 from ndtp.models.hidden import Hidden, enter, leave
 from ndtp.models.joint_product import Used, parts_of, side_by_side
+from ndtp.models.seen_weights import SeenWeights
 from ndtp.models.settled import settled_product
 from ndtp.models.signatures import OF_TORCH, as_dense_input, input_by_name
 from ndtp.ops.products import chain, relayout
 from ndtp.runtime.arrival import local_shard
 from ndtp.runtime.of_turn import OfTurn
+
+pre_hooks = attrgetter("_forward_pre_hooks")
 
 
 def mode_of(x: Tensor) -> tuple[bool, bool, torch.dtype | None]:
@@ -48,6 +52,7 @@ class Group:
     Attributes:
         mode: in which they were computed.
         are_apart: whether code has asked for results of one input in several modes: each projection has a product.
+        results: by projection, each with what the weights were when it was computed.
     """
 
     members: list[Projection]
@@ -56,20 +61,24 @@ class Group:
     mode = OfTurn()
     results = OfTurn(dict)
 
+    def __post_init__(self) -> None:
+        self.weights = SeenWeights(self.members)
+
     def result(self, member: Projection, x: Tensor) -> Tensor:
         now = mode_of(x)
         self.are_apart |= self.source is x and self.mode != now
         # A hook may change a weight that is used later.
-        if self.are_apart or any(each._forward_pre_hooks for each in self.members):
+        if self.are_apart or any(map(pre_hooks, self.members)):
             return products([member], member.taken(x))[0]
+        weights = self.weights.now()
         if self.source is not x or id(member) not in self.results:
             self.source, self.mode = x, now
             made = products(self.members, member.taken(x))
-            self.results = {id(m): y for m, y in zip(self.members, made, strict=True)}
-        found: Tensor = self.results.pop(id(member))
+            self.results = {id(m): (y, weights) for m, y in zip(self.members, made, strict=True)}
+        found, then = self.results.pop(id(member))
         if not self.results:
             self.source = None
-        return found
+        return found if then[:3] == weights[:3] else products([member], member.taken(x))[0]
 
 
 class Schedule(Protocol):

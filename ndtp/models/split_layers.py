@@ -16,13 +16,15 @@ from ndtp.compute.traces import refuse_traces
 from ndtp.errors import LayoutError
 from ndtp.models.adopted import Adopted
 from ndtp.models.code_reads import note_read
-from ndtp.models.projections import Projection, mode_of, products
+from ndtp.models.projections import Projection, mode_of, pre_hooks, products
+from ndtp.models.seen_weights import SeenWeights
 from ndtp.models.signatures import OF_TORCH, as_dense_input, input_by_name
 from ndtp.models.table_settings import refused_setting
 from ndtp.ops.lookup import LookupPlan, look_up
 from ndtp.ops.moving import taken
 from ndtp.runtime.eagerly import as_it_is
 from ndtp.runtime.of_turn import OfTurn
+from ndtp.runtime.waiting_calls import settle_calls_of
 from ndtp.split.along import without_padding
 from ndtp.split.copies import state_of
 from ndtp.split.moving import brought, moved
@@ -136,6 +138,7 @@ class ReadAsSplit(Adopted):
         if not running or running[-1] is None or value is None:
             return value
         lies = self.lies[name]
+        settle_calls_of(value)
         note_read(running, value, f"'{self.name}.{name}'")
         plan = RelayoutPlan(lies.layout, lies.layout, (), self.context.data, f"{self.name}.{name}", "weights")
         layout = layout_of(self.mesh, [self.mesh.grid.nontrivial(axes) for axes in lies.layout.dims])
@@ -229,7 +232,7 @@ class SharedInput:
     """Layers that are called with one tensor: one product, whose parts wait for the layer that asks.
 
     Attributes:
-        mode, are_apart: as of `ndtp.models.projections.Group`.
+        mode, are_apart, results: as of `ndtp.models.projections.Group`.
     """
 
     members: list[ObservedLinear]
@@ -239,20 +242,24 @@ class SharedInput:
     version = OfTurn()
     results = OfTurn(dict)
 
+    def __post_init__(self) -> None:
+        self.weights = SeenWeights(self.members)
+
     def result(self, member: ObservedLinear, x: Tensor) -> tuple[Tensor, Rows]:
         now, mode = state_of(x), mode_of(x)
         self.are_apart |= self.source is x and self.mode != mode
         # A hook may change a weight that is used later.
-        if self.are_apart or any(each._forward_pre_hooks for each in self.members):
+        if self.are_apart or any(map(pre_hooks, self.members)):
             return member.product([member], x)[0]
+        weights = self.weights.now()
         if self.source is not x or self.version != now or id(member) not in self.results:
             self.source, self.version, self.mode = x, now, mode
             made = member.product(self.members, x)
-            self.results = {id(m): y for m, y in zip(self.members, made, strict=True)}
-        found: tuple[Tensor, Rows] = self.results.pop(id(member))
+            self.results = {id(m): (y, weights) for m, y in zip(self.members, made, strict=True)}
+        found, then = self.results.pop(id(member))
         if not self.results:
             self.source = None
-        return found
+        return found if then[:3] == weights[:3] else member.product([member], x)[0]
 
 
 class ObservedEmbedding(ReadAsSplit, nn.Embedding):

@@ -32,6 +32,7 @@ from ndtp.runtime.grid_parts import boxes_of, full_of, lying_as, part_of
 from ndtp.runtime.handed_out import note_mixed, note_use
 from ndtp.runtime.loaded_states import watch_loaded_states
 from ndtp.runtime.reads import NamedRead
+from ndtp.runtime.waiting_calls import settle_calls_of
 
 CLASS: Any = vars(object)["__class__"]
 GRAD: Any = vars(torch._C.TensorBase)["grad"]
@@ -92,12 +93,9 @@ class GridTensor(torch.Tensor):
     _spec = property(lambda self: self._dtensor._spec, lambda self, x: self._take_slot("spec", x))
     placements = property(lambda self: self._dtensor.placements)
     device_mesh = property(lambda self: self._dtensor.device_mesh)
+    is_padded = property(lambda self: self.ndtp_real != self._dtensor.shape)
     # Names, not a `__getattr__`, which the compiler does not see through.
     _raise_if_contains_partial_placements = DTensor._raise_if_contains_partial_placements
-
-    @property
-    def is_padded(self) -> bool:
-        return self.ndtp_real != self._dtensor.shape  # type: ignore[no-any-return]
 
     @property
     def grad(self) -> Any:  # type: ignore[override]
@@ -114,11 +112,13 @@ class GridTensor(torch.Tensor):
 
     @property
     def data(self) -> Any:  # type: ignore[override]
+        settle_calls_of(self)
         return Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
     def data(self, value: Tensor) -> None:
         """A dense tensor, of which this rank takes its part; or one of the grid, which moves if it lies otherwise."""
+        settle_calls_of(self)
         self._refuse_other(value)
         value = value.detach()
         if isinstance(value, DTensor) and _lies(value) == _lies(self):

@@ -1,0 +1,108 @@
+"""Weights that a model's forward changes for one call of a layer, and changes back before it uses what that gave."""
+
+import torch
+import torch.nn.functional as F
+from products import mesh_of
+from torch import nn
+from torch.func import functional_call
+
+import ndtp
+from ndtp import Grid
+
+SHAPES = {"t": (16, 16), "up": (32, 16), "k": (16, 16), "head": (24, 16)}
+
+
+class Model(nn.Module):
+    """A table, a chain of layers, an MLP, projections of one input, and a head with its loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.norm = nn.Embedding(24, 16), nn.LayerNorm(16)
+        self.first, self.t, self.last = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.q, self.k, self.v = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.head = nn.Linear(16, 24, bias=False)
+        self.noise = nn.ParameterDict({name: torch.randn(shape) for name, shape in SHAPES.items()})
+
+    def call(self, name, x):
+        layer, noise = getattr(self, name), self.noise[name]
+        if name != self.changed:
+            return layer(x)
+        if self.how == "noise":
+            with torch.no_grad():
+                layer.weight.add_(noise)
+            y = layer(x)
+            with torch.no_grad():
+                layer.weight.sub_(noise)
+        elif self.how == "data":
+            before = layer.weight.data.clone()
+            layer.weight.data = before + noise
+            y = layer(x)
+            layer.weight.data = before
+        elif self.how == "other":
+            y = functional_call(layer, {"weight": noise * 1}, (x,))
+        else:
+            own = [*layer.parameters()]
+            for p in own:
+                p.requires_grad_(self.how == "thawed")
+            y = layer(x)
+            for p in own:
+                p.requires_grad_(self.how == "frozen")
+        return y
+
+    def forward(self, ids):
+        x = self.table(ids)
+        x = x + self.last(torch.relu(self.call("t", torch.tanh(self.first(x)))))
+        x = x + self.down(F.gelu(self.call("up", self.norm(x))))
+        q, k, v = self.q(x), self.call("k", x), self.v(x)
+        x = x + torch.softmax(q @ k.transpose(-2, -1), -1) @ v
+        return F.cross_entropy(self.call("head", x).flatten(0, 1), ids.flatten())
+
+
+def result(model, ids):
+    """The loss, and the gradients by name; none of what noise is added to, of which torch refuses the gradient."""
+    if model.how == "thawed":
+        for p in getattr(model, model.changed).parameters():
+            p.requires_grad_(False)
+    if model.how in ("noise", "data"):
+        with torch.no_grad():
+            return {"loss": model(ids)}
+    loss = model(ids)
+    loss.backward()
+    whole = lambda grad: grad.full_tensor() if hasattr(grad, "full_tensor") else grad  # noqa: E731
+    return {"loss": loss.detach()} | {n: None if p.grad is None else whole(p.grad) for n, p in model.named_parameters()}
+
+
+def check(sizes, how, names):
+    mesh, ids = mesh_of(Grid(sizes)), torch.arange(24).view(4, 6)
+    for name in names:
+        made = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            model = Model().double()
+            model.how, model.changed = how, name
+            made.append(model)
+        dense, model = made
+        plain = ndtp.parallelize(made[1], mesh)
+        for again in range(2):
+            dense.zero_grad(), plain.zero_grad()
+            expected, found = result(dense, ids), result(plain, ids)
+            for key, value in expected.items():
+                where = f"{how} of '{name}', call {again}: {key}"
+                assert (value is None) == (found[key] is None), where
+                if value is not None:
+                    torch.testing.assert_close(found[key], value, msg=lambda text, where=where: f"{where}: {text}")
+
+
+def test_noise_for_one_call(ranks):
+    ranks(4).run(check, {"x": 2, "y": 2}, "noise", tuple(SHAPES))
+    ranks(2).run(check, {"z": 2}, "data", tuple(SHAPES))
+
+
+def test_other_weights_for_one_call(ranks):
+    ranks(4).run(check, {"x": 2, "y": 2}, "other", tuple(SHAPES))
+
+
+def test_frozen_for_one_call(ranks):
+    ranks(4).run(check, {"x": 2, "y": 2}, "frozen", tuple(SHAPES))
+    ranks(2).run(check, {"z": 2}, "thawed", tuple(SHAPES))
