@@ -102,3 +102,8 @@ def refuse_batched(grad: Any, what: str, asked: Any = False) -> None:
             f"{what}: its collectives send one gradient, and is_grads_batched=True or vectorize=True asks for several\n"
             "  fix: one torch.autograd.grad after the other; or the dense model"
         )
+
+
+def is_autocast_on(device_type: str) -> bool:
+    """Return whether autocast casts what is computed on a kind of devices; a dry run, on "meta", has no autocast."""
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)

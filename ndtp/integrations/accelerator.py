@@ -12,15 +12,20 @@ from typing import Any
 
 import accelerate
 import torch
+import torch.distributed as dist
 from accelerate.state import PartialState
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ndtp.checkpoints.training_state import load, save
+from ndtp.errors import LayoutError
 from ndtp.integrations.one_program import (
     GivenGrid,
     become_one_program,
+    data_axes,
     gathered_rows,
     mesh_of,
+    of_data_ranks,
     on_grid,
     rows_here,
     share_of_loss,
@@ -38,7 +43,7 @@ class RowsHere:
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.loader:
-            mine = rows_here(batch, self.mesh)
+            mine = rows_here(batch, self.mesh, getattr(self.loader, "batch_size", None))
             self.note(mine is not batch)
             yield mine
 
@@ -74,7 +79,9 @@ class Accelerator(accelerate.Accelerator):
         self.ndtp_mesh = mesh_of(ndtp_grid)
         self._ndtp_how = ndtp_scheme, ndtp_options
         self._has_own_rows = False  # of the last batch that a loader gave
-        become_one_program()
+        self._called: dict[int, nn.Module] = {}  # models, since the last backward
+        self._of_last: list[nn.Module] = []  # those that were called before it
+        become_one_program(self.ndtp_mesh)
         super().__init__(**kwargs)
 
     def prepare_model(
@@ -84,6 +91,8 @@ class Accelerator(accelerate.Accelerator):
             if self.device_placement and device_placement is not False:
                 model = model.to(self.device)
             model = on_grid(model, self.ndtp_mesh, *self._ndtp_how)
+            if data_axes(self.ndtp_mesh):
+                model.register_forward_hook(self._note_call)
         return super().prepare_model(model, device_placement=False, evaluation_mode=evaluation_mode)
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
@@ -94,9 +103,33 @@ class Accelerator(accelerate.Accelerator):
     def _note_batch(self, has_own_rows: bool) -> None:
         self._has_own_rows = has_own_rows
 
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """A loader like another one, without its first batches."""
+        if not isinstance(dataloader, RowsHere):
+            return super().skip_first_batches(dataloader, num_batches)
+        rest = super().skip_first_batches(dataloader.loader, num_batches)
+        return RowsHere(rest, self.ndtp_mesh, self._note_batch)
+
+    def _note_call(self, model: nn.Module, *_: Any) -> None:
+        if torch.is_grad_enabled():
+            self._called[id(model)] = model
+
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Compute the gradients of the whole batch: those of a mean over a rank's rows are averaged, as under DDP."""
-        share = share_of_loss(map(self.unwrap_model, self._models), self.ndtp_mesh)
+        """Compute the gradients of the whole batch: those of a mean over a rank's rows are averaged, as under DDP.
+
+        Raises:
+            LayoutError: the loss is of models of which some give the loss of all rows and others that of a rank's.
+        """
+        if data_axes(self.ndtp_mesh):
+            self._of_last = [*self._called.values()] or self._of_last or [*map(self.unwrap_model, self._models)]
+            self._called = {}
+            if len({share_of_loss([model], self.ndtp_mesh) for model in self._of_last}) > 1:
+                raise LayoutError(
+                    "Accelerator.backward: a loss of stock models of transformers, which is that of all rows, and of "
+                    f"others, which is that of a rank's along {' '.join(data_axes(self.ndtp_mesh))}\n"
+                    "  fix: a backward for each of the two; or z in the place of dp, which splits rows, too"
+                )
+        share = share_of_loss(self._of_last, self.ndtp_mesh)
         super().backward(loss if share == 1.0 else loss * share, **kwargs)
 
     def gather(self, tensor: Any) -> Any:
@@ -104,6 +137,51 @@ class Accelerator(accelerate.Accelerator):
         if self._has_own_rows:
             return gathered_rows(tensor, self.ndtp_mesh)
         return super().gather(whole(tensor))
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """What was made of the last batch, tensors or lists of anything, of all of its rows."""
+        is_other = use_gather_object or not all(isinstance(x, Tensor) for x in tree_leaves(input_data))
+        if self._has_own_rows and is_other:
+            return [each for part in of_data_ranks(input_data, self.ndtp_mesh) for each in part]
+        return super().gather_for_metrics(input_data, use_gather_object)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """The sum, or the mean, over the ranks that have rows of their own of the last batch."""
+        if not self._has_own_rows or reduction == "none":
+            return super().reduce(whole(tensor), reduction, scale)
+
+        def reduced(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            mine = whole(x).detach()
+            parts = torch.stack(of_data_ranks(mine.cpu(), self.ndtp_mesh)) * scale
+            return (parts.mean(0) if reduction == "mean" else parts.sum(0)).to(mine.device, mine.dtype)
+
+        return tree_map(reduced, tensor)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Tensors that are as long as the longest of the ranks that have rows of their own."""
+        if not self._has_own_rows:
+            return super().pad_across_processes(whole(tensor), dim, pad_index, pad_first)
+
+        def padded(x: Any) -> Any:
+            if not isinstance(x, Tensor) or dim >= x.dim():
+                return x
+            x = whole(x)
+            more = max(of_data_ranks(x.shape[dim], self.ndtp_mesh)) - x.shape[dim]
+            room = x.new_full((*x.shape[:dim], more, *x.shape[dim + 1 :]), pad_index)
+            return torch.cat([room, x] if pad_first else [x, room], dim) if more else x
+
+        return tree_map(padded, tensor)
+
+    def check_trigger(self) -> bool:
+        """Return whether `set_trigger` was called on any rank; a collective."""
+        mesh, own = self.ndtp_mesh, vars(self).get("flag_tensor")
+        flag = torch.tensor(0 if own is None else int(own.item()), device=self.device)
+        if mesh.grid.num_ranks > 1:
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=mesh.group(mesh.grid.nontrivial(mesh.grid.names)))
+        self.flag_tensor = None
+        return bool(flag.item())
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
         """The dense state dict in the host's memory on rank 0, an empty one elsewhere; a collective."""

@@ -8,7 +8,7 @@ is told of a single process.  The rank stays: rank 0 logs and writes.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -23,13 +23,22 @@ from ndtp.algebra.layout import Layout
 from ndtp.algebra.schemes import TENSOR_AXES, usual_scheme
 from ndtp.errors import GridError
 from ndtp.models.parallelize import parallelize
+from ndtp.runtime.facts import Fact, hash_of, is_strided
+from ndtp.runtime.points import Point, Speaking, compare
 from ndtp.runtime.process_grid import ProcessGrid
 
+# Of models of transformers, by which the samples of a batch are counted.
+MAIN_INPUTS = (
+    "input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values", "decoder_input_ids", "labels",
+)  # fmt: skip
 GivenGrid = str | Mapping[str, int] | Grid | ProcessGrid
 
 
-def become_one_program() -> None:
-    """From here on accelerate, whose state is there, takes the ranks for one process."""
+def become_one_program(mesh: ProcessGrid) -> None:
+    """From here on accelerate, whose state is there, takes the ranks for one process.
+
+    They wait for each other all the same where code asks for that (`wait_for_everyone`, `main_process_first`).
+    """
     rank = dist.get_rank()
     local = int(os.environ.get("LOCAL_RANK", rank))
     one = {
@@ -37,10 +46,31 @@ def become_one_program() -> None:
         "num_processes": 1,
         "process_index": rank,
         "local_process_index": local,
+        "wait_for_everyone": Meeting(mesh),  # instead of the method
     }
     PartialState._shared_state.update(one)
     if AcceleratorState._shared_state:
         AcceleratorState._shared_state.update(one)
+
+
+class Meeting:
+    """Called on every rank of a grid, it returns when all of them have called it.
+
+    Training arguments are pickled with it; what is read back from a file belongs to no grid, and returns at once.
+    """
+
+    def __init__(self, mesh: ProcessGrid | None = None) -> None:
+        self.mesh = mesh
+
+    def __call__(self) -> None:
+        if self.mesh is not None and self.mesh.grid.num_ranks > 1:
+            dist.barrier(group=self.mesh.group(self.mesh.grid.nontrivial(self.mesh.grid.names)))
+
+    def __deepcopy__(self, memo: Any) -> Meeting:
+        return self
+
+    def __reduce__(self) -> Any:
+        return Meeting, ()
 
 
 def mesh_of(grid: GivenGrid) -> ProcessGrid:
@@ -106,35 +136,74 @@ def _has_own_losses(model: Any) -> bool:
 
 def gathered_rows(result: Any, mesh: ProcessGrid) -> Any:
     """The rows that ranks along the data axes have of tensors, one behind the other, on every rank; a collective."""
-    axes = data_axes(mesh)
 
     def of_all(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        mine, parts = whole(x).detach(), [(0, x)] * mesh.grid.size(axes)
-        dist.all_gather_object(parts, (mesh.grid.index(mesh.rank, axes), mine.cpu()), group=mesh.group(axes))
-        rows = [part if part.dim() else part[None] for _, part in sorted(parts, key=itemgetter(0))]
+        mine = whole(x).detach()
+        rows = [part if part.dim() else part[None] for part in of_data_ranks(mine.cpu(), mesh)]
         return torch.cat(rows).to(mine.device)
 
     return tree_map(of_all, result)
 
 
-def rows_here(inputs: Any, mesh: ProcessGrid | None) -> Any:
+def of_data_ranks(mine: Any, mesh: ProcessGrid) -> list[Any]:
+    """What the ranks along the data axes have, in the order of their rows; a collective."""
+    axes = data_axes(mesh)
+    parts: list[Any] = [None] * mesh.grid.size(axes)
+    dist.all_gather_object(parts, (mesh.grid.index(mesh.rank, axes), mine), group=mesh.group(axes))
+    return [part for _, part in sorted(parts, key=itemgetter(0))]
+
+
+def rows_here(inputs: Any, mesh: ProcessGrid | None, batch_size: int | None = None) -> Any:
     """Of a whole batch, the rows that this rank's model is called with: a share, where axes such as `dp` split rows.
 
     A batch that those axes do not divide is left whole for all of them: the mean of equal losses is the loss.
+
+    Args:
+        batch_size: of the loader, where it is known.
+
+    Raises:
+        MismatchError: ranks have other batches; the same on every rank.
     """
     if mesh is None:
         return inputs
     axes = data_axes(mesh)
     if not axes:
         return inputs
-    tensors = _tensors_of(inputs)
-    count = max((len(tensor) for tensor in tensors if tensor.dim()), default=0)
+    tensors = [x for x in _tensors_of(inputs) if x.dim()]
+    count = _samples_of(inputs, tensors, batch_size)
+    _compare(tensors, mesh)
     if not count or count % mesh.grid.size(axes):
         return inputs
     rows = Layout(mesh.grid, axes).slices(mesh.rank, (count,))[0]
     return _cut(inputs, rows, count)
+
+
+def _samples_of(inputs: Any, tensors: Sequence[Tensor], batch_size: int | None) -> int:
+    """Return how many samples a batch has: a tensor of another length, such as a table, belongs to no sample."""
+    sizes = [len(x) for x in tensors]
+    if len(set(sizes)) > 1:
+        named = [inputs.get(key) for key in MAIN_INPUTS] if isinstance(inputs, Mapping) else []
+        main = next((x for x in named if isinstance(x, Tensor) and x.dim()), None)
+        if main is not None:
+            return len(main)
+        if batch_size in sizes:
+            return batch_size  # type: ignore[return-value]
+    return sizes[0] if sizes else 0
+
+
+def _compare(tensors: Sequence[Tensor], mesh: ProcessGrid) -> None:
+    """Compare whole batches, of which each rank takes its rows, between ranks."""
+    conversation = mesh.groups.conversation() if mesh.check is not False else None
+    if conversation is None:
+        return
+    shapes = [(tuple(x.shape), str(x.dtype)) for x in tensors]
+    values = [hash_of(x) for x in tensors if x.device.type == "cpu" and is_strided(x) and not x.is_quantized]
+    what = "a batch of a loader, of which each rank takes its rows"
+    facts = [Fact("tensors of the batch", shapes), Fact("values of the batch", values)]
+    with Speaking(conversation, what):
+        compare(mesh, conversation, Point(what, (shapes, values), facts=lambda: facts))
 
 
 def _tensors_of(inputs: Any) -> list[Tensor]:

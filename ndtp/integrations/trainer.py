@@ -66,7 +66,7 @@ class GridTrainerMixin:
         )
         self._ndtp_how = ndtp_scheme, ndtp_options
         if self._ndtp_mesh is not None:
-            become_one_program()
+            become_one_program(self._ndtp_mesh)
             model = None if model is None else self._on_grid(model.to(args.device))
         super().__init__(model, args, *rest, **kwargs)  # type: ignore[call-arg]
         if self._ndtp_mesh is not None:

@@ -6,23 +6,17 @@ from its own, and its parameters DTensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
-from ndtp.algebra.relayouts import RelayoutPlan
-from ndtp.compute.constants import numbers_on
-from ndtp.compute.traces import is_in_transform
 from ndtp.errors import LayoutError
-from ndtp.models.code_reads import CodeReads, note_read
 from ndtp.models.frame import Frame, Passage, led_to
 from ndtp.models.hidden import Hidden, enter, leave, split, whole
 from ndtp.models.made_classes import made_class
@@ -32,15 +26,13 @@ from ndtp.models.standing_in import lying, take_place
 from ndtp.models.table_settings import refused_setting
 from ndtp.nn.padding import zero_padding
 from ndtp.nn.parameters import check_own, put_on_grid
-from ndtp.nn.parameters import taken as taken_from
 from ndtp.nn.sharded import Lies, Sharded
 from ndtp.ops.few_rows import is_inference
 from ndtp.ops.lookup import LookupPlan, look_up
-from ndtp.ops.moving import taken
 from ndtp.ops.norms import NormPlan, bound_norm, norm, with_eps
-from ndtp.runtime.arrival import is_plain, stored_shape
+from ndtp.runtime.arrival import stored_shape
 from ndtp.runtime.eagerly import WHY_EAGER, eagerly
-from ndtp.runtime.halves import dense_part, laid_sizes
+from ndtp.runtime.halves import laid_sizes
 from ndtp.runtime.handed_out import refuse_handed_out
 from ndtp.runtime.of_turn import OfTurn
 
@@ -130,7 +122,7 @@ class Adopted(Sharded):
         if name in own and ((found := own[name]) is None or is_placed(found) or not _is_computed(found)):
             return found  # type: ignore[no-any-return]
         value = getattr(self, name, None)
-        return value if value is None else lying(_gathered(value), self.lies[name], self.mesh, f"{self.name}.{name}")
+        return value if value is None else lying(gathered(value), self.lies[name], self.mesh, f"{self.name}.{name}")
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """A dense one is put on the grid, and stays the same object."""
@@ -145,7 +137,7 @@ def _is_computed(x: Tensor) -> bool:
     return x.grad_fn is not None or not isinstance(x, nn.Parameter)
 
 
-def _gathered(x: Any) -> Any:
+def gathered(x: Any) -> Any:
     return x.gathered() if hasattr(x, "gathered") else x
 
 
@@ -241,145 +233,6 @@ class SplitEmbedding(Adopted, nn.Embedding):
         if last is None or last != passage:
             last = vars(self)["ndtp_last"] = passage
         return enter(y.view_as(y), last)  # the same object where inputs are alike: what follows looks no closer
-
-
-class PartOfParameter(Protocol):
-    """The part that a rank takes of a parameter that a module's code reads; it is stored as `stored`, and used as
-    `used`.
-    """
-
-    @property
-    def stored(self) -> Layout: ...
-
-    @property
-    def used(self) -> Layout: ...
-
-    def of(self, x: Tensor) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class OfHeads:
-    """A parameter with a number or a row a head, of which a rank uses those of its heads.
-
-    Attributes:
-        stored, used: how it lies, and what of it a rank takes.
-        dim: which goes by heads.
-        picked: the heads that a rank takes of all, where these are too few to split.
-    """
-
-    stored: Layout
-    used: Layout
-    dim: int
-    picked: list[int] | None = None
-
-    def of(self, x: Tensor) -> Tensor:
-        if self.picked is None:
-            return x
-        return x.index_select(self.dim, numbers_on(self.picked, x.device))
-
-
-class Replicated(nn.Module):
-    """A module left as it is, whose own parameters are DTensors: every rank has them whole, but for `ndtp_parts`.
-
-    While its forward runs, or that of another such module which uses its parameters, reading one gives the plain
-    tensor, whose gradient is summed over `ndtp_sums`.  Autograd does not see a DTensor's changes on that tensor: what
-    was read is compared when backward comes to what the forward gave.
-    """
-
-    ndtp_frame: Frame
-    ndtp_name: str
-    ndtp_sums: tuple[str, ...]
-    ndtp_parts: Mapping[str, PartOfParameter] = {}
-    ndtp_lies: Mapping[str, Layout] = {}
-    ndtp_beside: Any = None  # the attention of which it is a part, a `ndtp.models.attention_core.Core`
-
-    def ndtp_plan(self, name: str) -> RelayoutPlan:
-        """The way of a parameter to where this module's code reads it."""
-        value, frame = self._parameters[name], self.ndtp_frame
-        lies: Any = getattr(value, "ndtp_layout", None) or self.ndtp_lies[name]  # a moved one has no attributes
-        part = self._part(name)
-        used = Layout(frame.mesh.grid, *[None] * lies.ndim) if part is None else part.used
-        sums = tuple(axis for axis in self.ndtp_sums if axis not in used.axes and axis not in frame.summed)
-        return RelayoutPlan(lies, used, (), sums, f"{self.ndtp_name}.{name}")
-
-    def _part(self, name: str) -> PartOfParameter | None:
-        beside = self.__dict__.get("ndtp_beside")
-        is_whole = beside is not None and beside.is_whole  # an attention's code runs on all heads
-        return None if is_whole else self.ndtp_parts.get(name)
-
-    def __getattr__(self, name: str) -> Any:
-        value: Any = super().__getattr__(name)
-        running = self.ndtp_frame.running
-        if name in self.__dict__["_parameters"] and running and running[-1] is not None and value is not None:
-            plan, part = self.ndtp_plan(name), self._part(name)
-            reads, known = note_read(running, value, f"'{plan.name.removeprefix('.')}'")
-            if known is not None and part is None and not is_in_transform():
-                return known
-            with temporarily_clear_interpreter_stack() if is_in_transform() else nullcontext():
-                plain = taken(value, plan, self.ndtp_frame.mesh)
-            # One that is shared with a layer on the grid is split, and may be padded.
-            real = getattr(value, "ndtp_real", plain.shape)
-            if part is not None:
-                plain = part.of(plain)
-            else:
-                plain = dense_part(plain, real)
-            return plain if is_in_transform() else reads.stands_for(plain, value)
-        if name in self.__dict__["_buffers"] and running and running[-1] is not None and value is not None:
-            return value if is_plain(value) else value.full_tensor()  # made of a parameter, as the mask of a pruning
-        return value
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        reads = CodeReads()
-        self.ndtp_frame.running.append(reads)
-        try:
-            given = super().forward(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            self.ndtp_frame.running.pop()
-        if reads.read:
-            reads.watch(given)
-        return given
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """A dense one is put on the grid, and stays the same object."""
-        own: Any = self._parameters.get(name)
-        mesh, full_name = self.ndtp_frame.mesh, f"{self.ndtp_name}.{name}"
-        if own is not None and param is not None and is_placed(own):
-            take_place(param, Lies.of(own.ndtp_layout, stored_shape(own), own.ndtp_real), mesh, full_name)
-        elif own is None and param is not None and is_plain(param) and not is_placed(param):
-            put_on_grid(param, Layout(mesh.grid, *[None] * param.dim()), mesh, full_name)
-        super().register_parameter(name, param)
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        mesh = self.ndtp_frame.mesh
-        for name, own in self._parameters.items():
-            value = state_dict.get(prefix + name)
-            if own is not None and isinstance(value, Tensor):
-                if is_plain(value):
-                    mesh.step.note_loaded(prefix + name, value)
-                layout: Any = own.ndtp_layout  # type: ignore[attr-defined]
-                state_dict = {
-                    **state_dict,
-                    prefix + name: taken_from(value, own, layout, mesh, getattr(own, "ndtp_real", own.shape)),
-                }
-        super()._load_from_state_dict(state_dict, prefix, *rest)
-
-
-def replicate(
-    module: nn.Module, frame: Frame, name: str, sums: Sequence[str], parts: Mapping[str, PartOfParameter]
-) -> None:
-    """The own parameters of a module as DTensors that every rank has whole, but for those that go by heads."""
-    if not isinstance(module, Replicated):
-        module.__class__ = class_of(Replicated, type(module), False)
-    module.ndtp_frame, module.ndtp_name, module.ndtp_sums = frame, name, tuple(sums)  # type: ignore[assignment]
-    if parts:
-        module.ndtp_parts = parts  # type: ignore[assignment]
-    for key, own in module._parameters.items():
-        if own is not None and not is_placed(own):
-            bare = Layout(frame.mesh.grid, *[None] * own.dim())
-            layout = parts[key].stored if key in parts else bare
-            put_on_grid(own, layout, frame.mesh, f"{name}.{key}", getattr(parts.get(key), "shape", None))
-    lies: Any = {k: p.ndtp_layout for k, p in module._parameters.items() if p is not None and is_placed(p)}  # type: ignore[attr-defined]
-    module.ndtp_lies = lies
 
 
 def lying_as(x: Tensor, frame: Frame, layout: Layout, width: int, name: str) -> Hidden:

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from ndtp.algebra.layout import Layout
 from ndtp.errors import LayoutError
-from ndtp.models.adopted import OfHeads, SplitNorm, adopt
+from ndtp.models.adopted import SplitNorm, adopt
 from ndtp.models.attention_core import Core
 from ndtp.models.hidden import Hidden
 from ndtp.models.looked_at import of_shard, shard_of
 from ndtp.models.placeholder import Placeholder
+from ndtp.models.replicated import OfHeads
 from ndtp.models.roles import AttentionRole, NormRole, norm_role
 from ndtp.models.signatures import input_by_name
 from ndtp.nn.parameters import expressible

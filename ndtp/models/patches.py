@@ -136,7 +136,7 @@ def way_of_features(stored: Layout, dim: int, layout: Layout, name: str) -> Rela
 
 @dataclass(frozen=True)
 class SameForAll:
-    """A parameter that is hidden states, the same for all sequences; see `ndtp.models.adopted.OfHeads`.
+    """A parameter that is hidden states, the same for all sequences; see `ndtp.models.replicated.OfHeads`.
 
     Attributes:
         stored, used: how it lies, and what of it a rank takes.

@@ -11,11 +11,12 @@ from ndtp.algebra.attention_ways import known_way
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.schemes import BlockLayouts
 from ndtp.models import hidden_forms  # noqa: F401  (its functions enter the table of hidden states)
-from ndtp.models.adopted import PartOfParameter, SplitEmbedding, adopt, replicate
+from ndtp.models.adopted import SplitEmbedding, adopt
 from ndtp.models.attention_core import Core
 from ndtp.models.expert_layers import SplitExperts
 from ndtp.models.frame import Frame
 from ndtp.models.projections import Projection
+from ndtp.models.replicated import PartOfParameter, replicate
 from ndtp.models.roles import hidden_size
 from ndtp.nn.padding import row_multiple
 from ndtp.ops.lookup import LookupPlan

@@ -33,8 +33,8 @@ from ndtp.algebra.layout import Layout
 from ndtp.algebra.relayouts import reduction_volume
 from ndtp.algebra.volume import Volume
 from ndtp.errors import LayoutError
-from ndtp.models.adopted import Replicated
 from ndtp.models.left_alone import is_foreign
+from ndtp.models.replicated import Replicated
 from ndtp.nn.parameters import put_on_grid
 from ndtp.nn.sharded import Sharded
 from ndtp.ops.gradients import all_reduce

@@ -19,6 +19,7 @@ from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.algebra.schemes import BlockLayouts
 from ndtp.compute.constants import constant_on
+from ndtp.compute.traces import is_autocast_on
 from ndtp.errors import LayoutError
 from ndtp.models.adopted import Adopted, adopt, as_projection_input
 from ndtp.models.frame import Frame, Passage, led_to
@@ -40,7 +41,7 @@ def mode_of(x: Tensor) -> tuple[bool, bool, torch.dtype | None]:
     ever see it, and its dtype.
     """
     device = x.device.type
-    is_cast = device != "meta" and torch.is_autocast_enabled(device)  # a dry run has no autocast
+    is_cast = is_autocast_on(device)
     dtype = torch.get_autocast_dtype(device) if is_cast else None
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), dtype
 

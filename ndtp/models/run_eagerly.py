@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from ndtp.collectives.torch_patches import in_place
-from ndtp.models.adopted import Adopted, Replicated
+from ndtp.models.adopted import Adopted
 from ndtp.models.hidden import Hidden
 from ndtp.models.made_classes import made_class
 from ndtp.models.pending import Pending
+from ndtp.models.replicated import Replicated
 from ndtp.runtime.eagerly import WHY_EAGER, backwards_as_they_are
 from ndtp.split.tensor import SplitTensor
 from ndtp.split.whole_views import WholeView

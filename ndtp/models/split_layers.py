@@ -328,7 +328,7 @@ for _layer in (ObservedLinear, ObservedEmbedding):
 class AsStored:
     """A parameter of a module that is no layer known here: its code reads a split tensor, which lies as it is stored.
 
-    It has the form of `ndtp.models.adopted.PartOfParameter`.
+    It has the form of `ndtp.models.replicated.PartOfParameter`.
     """
 
     context: Context

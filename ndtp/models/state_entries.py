@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from ndtp.algebra.layout import Layout
-from ndtp.models.adopted import Replicated
+from ndtp.models.replicated import Replicated
 from ndtp.nn.experts import Experts
 from ndtp.nn.gated import GatedMLP
 from ndtp.nn.linear import Linear

@@ -12,7 +12,7 @@ from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import Layout
 from ndtp.errors import LayoutError
 from ndtp.models.adapters import place_adapters, reason_against, wrappers_in
-from ndtp.models.adopted import Adopted, Replicated, SplitNorm, adopt, is_placed
+from ndtp.models.adopted import Adopted, SplitNorm, adopt, is_placed
 from ndtp.models.at_work import reads_parameters
 from ndtp.models.attention_core import AttentionModule, Core, place_core
 from ndtp.models.data_loss import average_loss
@@ -31,6 +31,7 @@ from ndtp.models.placing import Placing, stock_model
 from ndtp.models.projections import Projection, in_group, place_projection
 from ndtp.models.proofs import Proofs
 from ndtp.models.recurrent import keep_weights_apart
+from ndtp.models.replicated import Replicated
 from ndtp.models.roles import (
     AttentionRole,
     MLPRole,

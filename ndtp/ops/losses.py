@@ -16,6 +16,7 @@ from ndtp.collectives.streams import has_streams
 from ndtp.compute import cross_entropy as one_rank
 from ndtp.compute.cross_entropy import LossForm
 from ndtp.compute.norms import wide
+from ndtp.compute.traces import is_autocast_on
 from ndtp.errors import LayoutError, RangeError
 from ndtp.ops import compiled_layers
 from ndtp.ops.moving import enter, moved, refuse_second
@@ -192,7 +193,7 @@ def reduced(total: Tensor, reduction: str, dtype: torch.dtype) -> Tensor:
 
 def dtype_of_loss(logits: torch.dtype, device_type: str) -> torch.dtype:
     """Return the dtype of torch's `cross_entropy` of logits: theirs, or fp32 where autocast casts them before."""
-    return torch.float32 if logits.itemsize < 4 and torch.is_autocast_enabled(device_type) else logits
+    return torch.float32 if logits.itemsize < 4 and is_autocast_on(device_type) else logits
 
 
 def whole_targets(targets: Tensor, layout: Layout, rows: int, mesh: GridLike, name: str) -> Tensor:

@@ -67,29 +67,33 @@ class TiedWeight:
     def add_gradients(self) -> None:
         """Both stages' at once; what is on its way of one is waited for when that of the other is, too."""
         ops: list[dist.P2POp] = []
-        sums: list[tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]] = []
-        group = self.pipeline.group
-        own = self.own
-        for is_last, weight in own.items():
-            there, back = (self.plan.back, self.plan) if is_last else (self.plan, self.plan.back)
-            gradient, held = _gradient(weight), there.held(self.rank)
-            assert held is not None
-            theirs, late = torch.zeros_like(gradient), []
-            for message in there.sends(self.rank):
-                part = part_of(gradient, message.box, held)
-                ops.append(send_op(part, message.receiver, group, self.plan.name, "wgrad"))
-            for message in back.receives(self.rank):
-                room, landing = landing_in(theirs, message.box, held)
+        own, group = self.own, self.pipeline.group
+        sums = {is_last: (_gradient(weight), torch.zeros_like(_gradient(weight))) for is_last, weight in own.items()}
+        late: list[tuple[Tensor, Tensor]] = []
+        # One way after the other on every rank: messages of two ranks that have both stages are told apart by order.
+        for way, from_last in ((self.plan, False), (self.plan.back, True)):
+            if from_last in own:
+                held = way.held(self.rank)
+                assert held is not None
+                for message in way.sends(self.rank):
+                    part = part_of(sums[from_last][0], message.box, held)
+                    ops.append(send_op(part, message.receiver, group, self.plan.name, "wgrad"))
+            if (not from_last) not in own:
+                continue
+            gradient, theirs = sums[not from_last]
+            there = self.plan if from_last else self.plan.back
+            wanted, kept, other = there.held(self.rank), way.kept(self.rank), way.held(self.rank)
+            assert wanted is not None
+            for message in way.receives(self.rank):
+                room, landing = landing_in(theirs, message.box, wanted)
                 late += [(room, landing)] * (landing is not room)
                 ops.append(receive_op(landing, message.sender, group, self.plan.name, "wgrad"))
-            kept, other = back.kept(self.rank), back.held(self.rank)
             if kept is not None and other is not None:
-                landing_in(theirs, kept, held)[0].copy_(part_of(_gradient(own[not is_last]), kept, other))
-            sums.append((gradient, theirs, late))
+                landing_in(theirs, kept, wanted)[0].copy_(part_of(sums[from_last][0], kept, other))
         exchange(ops)
-        for gradient, theirs, late in sums:
-            for room, landing in late:
-                room.copy_(landing)
+        for room, landing in late:
+            room.copy_(landing)
+        for gradient, theirs in sums.values():
             gradient += theirs
         for is_last, weight in own.items():
             if (before := self._before.pop(is_last, None)) is not None:

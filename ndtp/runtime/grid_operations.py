@@ -57,9 +57,9 @@ def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
     if name.startswith(LISTS) and (done := _in_groups(kind, func, name, args, kwargs)) is not NotImplemented:
         return done
     flat, tree = tree_flatten((args, kwargs))
-    if name != "stack" and any(type(x) is kind and not x.dim() and any(map(is_odd, x.placements)) for x in flat):
-        args, kwargs = tree_unflatten([_finished(kind, x) for x in flat], tree)
-        return func(*args, **kwargs)
+    if name != "stack":
+        for x in flat:
+            _finish(kind, x)
     mine = [x for x in flat if type(x) is kind]
     if torch.is_grad_enabled():
         for x in mine:
@@ -164,6 +164,7 @@ def _viewed_in_place(kind: Any, func: Any, name: str, args: Any, kwargs: Any) ->
 def _on_shards(kind: Any, func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Return the result of an operation that runs on this rank's shards alone; `NotImplemented` of another one."""
     if func is DETACH and not args[0].requires_grad:  # of each gradient, when autograd takes it
+        _finish(kind, args[0])
         own = args[0]._dtensor
         return _taken(kind, dtensor_of(func(own._local_tensor), own._spec), args[0], name)
     if is_norm_of_many(name, 2) and (norms := norms_on_shards(kind, func, args, kwargs)) is not None:
@@ -203,12 +204,11 @@ def _broadcast(operands: Sequence[Any]) -> Any:
     return torch.broadcast_shapes(*(x.shape for x in operands if isinstance(x, Tensor)))
 
 
-def _finished(kind: Any, x: Any) -> Any:
-    """A number of which ranks have parts, as a plain number."""
-    if type(x) is not kind or x.dim() or not any(map(is_odd, x.placements)):
-        return x
-    with NamedRead(x, "number", x.ndtp_name):
-        return x._dtensor.full_tensor()
+def _finish(kind: Any, x: Any) -> None:
+    """Let a number of which ranks have parts be one that every rank has: the same object, which may be written to."""
+    if type(x) is kind and not x.dim() and any(map(is_odd, x.placements)):
+        with NamedRead(x, "number", x.ndtp_name):
+            x._dtensor = on_every_rank(x._dtensor.full_tensor(), x)
 
 
 def _is_dense(kind: Any, x: Any, stored: Sequence[Any]) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ndtp.algebra.attention_ways import AttentionWays
 from ndtp.algebra.ring_plan import RingPlan
+from ndtp.compute.traces import is_autocast_on
 from ndtp.errors import LayoutError
 from ndtp.ops.ring_attention import causal_attention, ring_attention
 from ndtp.split.moving import brought, moved
@@ -95,7 +96,7 @@ def attention(
 def _autocast(query: Any, key: Any, value: Any, mask: Any) -> tuple[Any, Any, Any, Any]:
     """Return the operands in the dtype of autocast, where it is on."""
     device = query.device.type
-    if device != "meta" and torch.is_autocast_enabled(device) and query.dtype != torch.float64:
+    if is_autocast_on(device) and query.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
         query, key, value = (x if x.dtype == dtype else x.to(dtype) for x in (query, key, value))
         if isinstance(mask, Tensor) and mask.is_floating_point():

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ndtp.algebra.grid import Grid
+from ndtp.compute.traces import is_autocast_on
 from ndtp.ops.reductions import sum_over
 from ndtp.runtime.recheck import looking_at
 from ndtp.split.along import without_padding
@@ -169,7 +170,7 @@ def linear(func: Any, x: Any, weight: Any, bias: Any = None) -> Any:
 
 def _in_autocast(c: Any, product: Any) -> Any:
     """Return what is added to a product in the dtype that autocast gave this one; as it is, where that is off."""
-    is_cast = torch.is_autocast_enabled(product.device.type) and isinstance(c, Tensor)
+    is_cast = isinstance(c, Tensor) and is_autocast_on(product.device.type)
     return c.to(product.dtype) if is_cast and c.dtype != product.dtype else c
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn._reduction import get_enum
 
+from ndtp.compute.traces import is_autocast_on
 from ndtp.errors import LayoutError
 from ndtp.nn.losses import cross_entropy
 from ndtp.nn.random import draw_key, uniform_at
@@ -265,7 +266,7 @@ def kl_div(
 ) -> Any:  # fmt: skip
     if size_average is not None or reduce is not None:
         return NotImplemented
-    if torch.is_autocast_enabled(x.device.type):  # which computes it in float32
+    if is_autocast_on(x.device.type):  # which computes it in float32
         x, target = (y.float() if y.dtype in (torch.float16, torch.bfloat16) else y for y in (x, target))
     if log_target:
         losses = target.exp() * (target - x)

@@ -143,3 +143,32 @@ def test_lists_that_go_element_by_element_keep_sizes():
 @pytest.mark.parametrize("check", [check_which, check_optimizers])
 def test_operations_on_shards(ranks, check):
     ranks(4).run(check)
+
+
+def scaled_norms(parameters):
+    """What optimizers such as LARS do with norms: they write to them, in place and as lists, and through aliases."""
+    a = torch._foreach_norm(parameters)
+    torch._foreach_add_(a, 1e-3)
+    torch._foreach_mul_(a, 10.0)
+    b = torch._foreach_norm(parameters, ord=math.inf)
+    b[0].mul_(10.0).clamp_(max=1.0)
+    torch.mul(b[1], 3.0, out=b[1])
+    c = torch._foreach_norm(parameters)
+    alias = c[0].detach()
+    alias.zero_(), c[1].view(1).add_(1.0)
+    torch._foreach_div_(a, torch._foreach_norm(parameters))
+    return [float(x) for x in (*a, *b, *c)]
+
+
+def check_norms():
+    for sizes in ({"x": 2, "y": 2}, {"z": 2, "y": 2}):
+        mesh = mesh_of(Grid(sizes))
+        dense = [drawn(4, 6), drawn(8, seed=1), drawn(6, 4, seed=2)]
+        lie = [Shard(0), Shard(1)], [Shard(0), Replicate()], [Replicate()] * 2
+        mine = [on_grid(x, mesh, placements) for x, placements in zip(dense, lie, strict=True)]
+        with torch.no_grad():
+            assert scaled_norms(mine) == pytest.approx(scaled_norms(dense), rel=1e-6), sizes
+
+
+def test_norms_that_are_written_to(ranks):
+    ranks(4).run(check_norms)
