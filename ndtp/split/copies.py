@@ -16,7 +16,7 @@ from ndtp.errors import LayoutError
 from ndtp.runtime.versions import version_of as version_of_plain
 from ndtp.split.moving import cut, moved, section_order
 from ndtp.split.spec import Spec
-from ndtp.split.tensor import GATHERED, TABLE, Linked, SplitTensor, enter, leave, split_in
+from ndtp.split.tensor import GATHERED, TABLE, Linked, SplitTensor, enter, leave, rule, split_in
 
 
 @dataclass(eq=False)
@@ -180,3 +180,13 @@ def with_strides_of(made: SplitTensor, dense: Tensor) -> SplitTensor:
     if not dense.is_contiguous():
         made.strides = dense.stride()
     return made
+
+
+@rule(Tensor.__deepcopy__)
+def copied(func: Any, x: SplitTensor, memo: dict[int, Any]) -> Any:
+    """`copy.deepcopy` of a tensor, which lies as that does: a cache of keys that is copied knows what it holds."""
+    if x.requires_grad and not x.is_leaf:
+        return NotImplemented  # which torch refuses
+    if id(x) not in memo:
+        memo[id(x)] = x.detach().clone().requires_grad_(x.requires_grad)
+    return memo[id(x)]

@@ -1,5 +1,6 @@
 """Sequences of a cache that are split over ranks: who sends which to whom, against picking from the whole batch."""
 
+import copy
 import random
 
 import pytest
@@ -12,6 +13,7 @@ from ndtp.models.cached_sequences import picks_of
 
 pytest.importorskip("transformers")
 
+import transformers
 from architectures import build, inputs
 
 
@@ -150,3 +152,25 @@ def check_rows_that_end():
 
 def test_rows_that_end_early_along_dp(ranks):
     ranks(2).run(check_rows_that_end)
+
+
+def check_copied_prompts():
+    """A prompt that is computed once, and whose cache is copied for each use, as transformers' guide does."""
+    names = {"num_hidden_layers": 1, "num_key_value_heads": 2}
+    dense, model = build("LlamaForCausalLM", **names).eval(), build("LlamaForCausalLM", **names).eval()
+    ndtp.parallelize(model, mesh_of(Grid(z=2)))
+    prompt, more = torch.arange(3, 8)[None], torch.arange(12).view(4, 3)
+    found = []
+    for each in (dense, model):
+        with torch.no_grad():
+            cache = each(prompt, past_key_values=transformers.DynamicCache(config=each.config)).past_key_values
+            for _ in range(2):
+                own = copy.deepcopy(cache)
+                own.batch_repeat_interleave(4)
+                ids = torch.cat([prompt.expand(4, -1), more], 1)
+                found.append(each.generate(ids, past_key_values=own, max_new_tokens=4, do_sample=False, pad_token_id=0))
+    assert all(torch.equal(x, found[0]) for x in found)
+
+
+def test_copied_prompts(ranks):
+    ranks(2).run(check_copied_prompts)
