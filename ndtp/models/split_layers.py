@@ -147,7 +147,10 @@ class ReadAsSplit(Adopted):
         here = shard[
             tuple(slice(n) if not axes else slice(None) for n, axes in zip(lies.real, layout.dims, strict=True))
         ]
-        return enter(here.view_as(here), Spec(self.context, tuple(lies.real), layout, padded, (), own))
+        made = enter(here.view_as(here), Spec(self.context, tuple(lies.real), layout, padded, (), own))
+        if isinstance(value, nn.Parameter):
+            made.stands_for = value
+        return made
 
     @contextmanager
     def at_work(self) -> Iterator[None]:

@@ -35,7 +35,7 @@ from ndtp.runtime.list_operations import by_groups, groups_of, operands_of_each
 from ndtp.runtime.reads import NamedRead
 from ndtp.runtime.refused_reads import is_whole_tensor, refused
 from ndtp.runtime.shard_operations import is_norm_of_many, norms_on_shards, on_shards
-from ndtp.runtime.whole_operations import by_whole, drawn, wrote
+from ndtp.runtime.whole_operations import by_whole, count_writes, drawn, wrote
 
 DETACH = torch.ops.aten.detach.default
 LIKE = ("zeros_like", "ones_like", "full_like")
@@ -55,6 +55,7 @@ def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
     if (done := _on_shards(kind, func, name, args, kwargs)) is not NotImplemented:
         return done
     if name.startswith(LISTS) and (done := _in_groups(kind, func, name, args, kwargs)) is not NotImplemented:
+        count_writes(_written(func, name, args, kwargs))
         return done
     flat, tree = tree_flatten((args, kwargs))
     if name != "stack":
@@ -300,6 +301,7 @@ def _beside_plain(kind: Any, func: Any, name: str, flat: Sequence[Any], tree: An
         return by_whole(kind, func, name, flat, tree, written)
     if is_split and written is not None:
         wrote(kind, written)
+    count_writes(written)
     if written is not None and made is not None:
         return written
     if not is_split:

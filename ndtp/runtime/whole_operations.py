@@ -61,6 +61,13 @@ def drawn(func: Any, args: Any, kwargs: Any) -> Any:
     return own
 
 
+def count_writes(written: Any) -> None:
+    """Count a write to plain tensors in a list, which torch does not where tensors of a grid are in another list."""
+    if isinstance(written, (list, tuple)):
+        plain = [x for x in written if isinstance(x, Tensor) and not isinstance(x, DTensor) and not x.is_inference()]
+        torch.autograd.graph.increment_version(plain)
+
+
 def wrote(kind: Any, written: Any) -> None:
     """Padding stays zero; and what a view was written to, what it is a view of has, too."""
     if isinstance(written, (list, tuple)):  # whose changes torch counts for tensors of its own alone

@@ -19,6 +19,8 @@ from torch.overrides import has_torch_function_unary
 from ndtp.collectives.torch_patches import replaced
 from ndtp.compute.traces import refuse_batched
 from ndtp.errors import LayoutError
+from ndtp.runtime.arrival import is_plain, wrapped
+from ndtp.runtime.grid_parts import part_of
 from ndtp.split.moving import cut, moved
 from ndtp.split.spec import ShardForm, Spec
 from ndtp.split.tensor import FORM, TABLE, SplitTensor, enter, getters, leave, rule
@@ -58,9 +60,16 @@ def _shard(x: Tensor, spec: Spec) -> Tensor:
     return cut(x.gathered() if hasattr(x, "gathered") else x, spec)
 
 
+def _parameter_of(x: Any) -> Any:
+    """Return the parameter for which a tensor stands; None where it stands for itself."""
+    return getattr(x, "stands_for", None)
+
+
 @rule(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
-def hooked(func: Any, x: Tensor, hook: Callable[[Any], Any]) -> Any:
-    """Register a user's hook on the gradient of a split tensor."""
+def hooked(func: Any, x: Any, hook: Callable[[Any], Any]) -> Any:
+    """Register a user's hook on the gradient of a split tensor, or on that of the parameter for which it stands."""
+    if (of := _parameter_of(x)) is not None:
+        return func(of, hook)
     form = form_of(x)
 
     def on_shard(grad: Tensor) -> Tensor | None:
@@ -75,11 +84,25 @@ def hooked(func: Any, x: Tensor, hook: Callable[[Any], Any]) -> Any:
 
 
 @rule(*getters("grad", "_grad"))
-def gradient(func: Any, x: Tensor) -> Tensor | None:
-    """Return the gradient that a split tensor has kept."""
+def gradient(func: Any, x: Any) -> Tensor | None:
+    """Return the gradient that a split tensor has kept, or that of the parameter for which it stands."""
+    if (of := _parameter_of(x)) is not None:
+        return of.grad  # type: ignore[no-any-return]
     with torch._C.DisableTorchFunctionSubclass():
         grad = func(x)
     return entered(grad, form_of(x))
+
+
+@rule(vars(torch._C.TensorBase)["grad"].__set__)
+def set_gradient(func: Any, x: SplitTensor, grad: Tensor | None) -> None:
+    """Put a gradient, whole or split, in the place of the one that a tensor has."""
+    if (of := _parameter_of(x)) is not None:
+        if isinstance(grad, Tensor) and is_plain(grad) and not is_plain(of):
+            grad = wrapped(part_of(whole(grad).detach(), of._dtensor), of._spec, of.ndtp_real)
+        of.grad = grad
+        return
+    with torch._C.DisableTorchFunctionSubclass():
+        func(x, None if grad is None else _shard(grad, x.spec).detach())
 
 
 def edge_of(x: Any) -> Any:
@@ -111,6 +134,7 @@ def gradients(
         grad_outputs, "torch.autograd.grad of a split tensor", kwargs.get("is_grads_batched", any(args[4:5]))
     )
     asked = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    asked = [x if (of := _parameter_of(x)) is None else of for x in asked]
     given = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     if grad_outputs is not None:
         grad_outputs = [grad_outputs] if isinstance(grad_outputs, Tensor) else list(grad_outputs)

@@ -58,6 +58,9 @@ SIZES = {
     Tensor.ndimension, Tensor.stride, Tensor.is_contiguous, Tensor.storage_offset,
 }  # fmt: skip
 
+# Of these, what a tensor that stands for a parameter has of that.
+OF_A_LEAF = {*getters("is_leaf"), Tensor.requires_grad.__set__, Tensor.requires_grad_}  # type: ignore[attr-defined]
+
 
 def _part(name: str) -> property:
     """`z.real` and `z.imag`, which torch sets without asking `__torch_function__`: a write to the view."""
@@ -98,11 +101,13 @@ class SplitTensor(Linked):
     Attributes:
         strides: those of the dense tensor; None where it is contiguous.  They tell which reshapes are views of it.
         repeats: of a copy that has each entry of a dim several times, what it repeats; see `ndtp.split.repeated`.
+        stands_for: (of what code gets that reads a layer's parameter) that parameter, whose gradient and hooks it has.
     """
 
     spec: Spec
     strides: tuple[int, ...] | None = None
     repeats: Any = None
+    stands_for: Any = None
 
     @property
     def writes(self) -> dict[int, int]:
@@ -116,8 +121,9 @@ class SplitTensor(Linked):
         if func in SHAPE:
             return torch.Size(args[0].spec.sizes)
         if func in FACTS:
+            of = vars(args[0]).get("stands_for") if func in OF_A_LEAF else None
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+                return func(*args, **kwargs) if of is None else func(of, *args[1:], **kwargs)
         if func in SIZES and args:
             return func(like(args[0]), *args[1:], **kwargs)
         if len(types) > 1 and any(kind is not cls and hasattr(kind, "gathered") for kind in types):

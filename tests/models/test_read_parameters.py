@@ -1,0 +1,137 @@
+"""Parameters of layers that a model's forward reads: what it does to them it does to the parameters."""
+
+import pytest
+import torch
+from products import mesh_of
+from torch import nn
+
+import ndtp
+from ndtp import Grid
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.seen = nn.Linear(8, 16), nn.Linear(16, 8), []
+
+    def forward(self, x, what):
+        weight, bias = self.last.weight, self.last.bias
+        before = what(self, weight, bias) if what in BEFORE else 0
+        loss = self.last(torch.tanh(self.first(x))).square().mean()
+        return loss * (1 + (before if what in BEFORE else what(self, weight, bias, loss)))
+
+
+def hooks(model, weight, bias):
+    weight.register_hook(lambda grad: 3 * grad)
+    bias.register_hook(lambda grad: model.seen.append(tuple(grad.shape)))
+    return 0
+
+
+def freezes(model, weight, bias):
+    weight.requires_grad_(False)
+    bias.requires_grad = False
+    return float(weight.is_leaf)
+
+
+def sets_gradients(model, weight, bias):
+    """As dense code does that adds to what an earlier backward left."""
+    weight.grad, bias.grad = torch.ones_like(weight), torch.ones(8)
+    return float(model.last.weight.grad.sum())
+
+
+def takes_them_away(model, weight, bias):
+    sets_gradients(model, weight, bias)
+    weight.grad = None
+    return 0.0 if model.last.weight.grad is None else 1.0
+
+
+def differentiates(model, weight, bias, loss):
+    """The balance of two losses by the gradients of the last layer, as VQGAN has it."""
+    found = torch.autograd.grad(loss, [weight, bias, model.first.weight], retain_graph=True)
+    alone = torch.autograd.grad(loss, model.last.weight, retain_graph=True, allow_unused=True)
+    return sum(each.norm().detach() for each in (*found, *alone))
+
+
+def goes_back(model, weight, bias, loss):
+    loss.backward(retain_graph=True)
+    found = weight.grad.norm().detach() + bias.grad.norm().detach()
+    model.zero_grad()
+    return found
+
+
+BEFORE = {hooks, freezes, sets_gradients, takes_them_away}
+CASES = (hooks, freezes, sets_gradients, takes_them_away, differentiates, goes_back)
+
+
+def check(sizes, cases):
+    mesh, x = mesh_of(Grid(sizes)), torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+    for what in cases:
+        torch.manual_seed(0)
+        dense = Model()
+        torch.manual_seed(0)
+        model = ndtp.parallelize(Model(), mesh)
+        for step in range(2):
+            losses = [each(x, what) for each in (dense, model)]
+            torch.testing.assert_close(float(losses[1]), float(losses[0]), msg=f"{what.__name__}, {step}: the loss")
+            for loss in losses:
+                loss.backward()
+            for (name, p), q in zip(model.named_parameters(), dense.parameters(), strict=True):
+                where = f"{what.__name__}, step {step}: {name}"
+                assert (p.grad is None) == (q.grad is None) and p.requires_grad == q.requires_grad, where
+                if q.grad is not None:
+                    torch.testing.assert_close(
+                        p.grad.full_tensor(), q.grad, msg=lambda text, where=where: f"{where}: {text}"
+                    )
+        assert model.seen == dense.seen
+
+
+@pytest.mark.parametrize("sizes", [{"x": 2, "y": 2}, {"z": 2, "y": 2}])
+def test_what_code_does_to_what_it_has_read(ranks, sizes):
+    ranks(4).run(check, sizes, CASES)
+
+
+class Inner(nn.Module):
+    """It takes steps of an optimizer of its own inside of its forward, with what it reads there."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x, foreach):
+        with torch.enable_grad():
+            self.last(torch.tanh(self.first(x))).square().mean().backward()
+            weights = [self.last.weight, self.first.bias]
+            optimizer = torch.optim.SGD(weights, 0.5, momentum=0.9, foreach=foreach)
+            optimizer.step(), optimizer.zero_grad()
+            with torch.no_grad():
+                torch._foreach_add_([self.first.weight], [dict(self.named_parameters())["first.weight"]], alpha=0.1)
+        return self.last(torch.tanh(self.first(x))).square().mean()
+
+
+def check_inner():
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+    for foreach in (True, False):
+        torch.manual_seed(0)
+        dense = Inner()
+        torch.manual_seed(0)
+        model = ndtp.parallelize(Inner(), mesh_of(Grid(x=2)))
+        for _ in range(3):
+            torch.testing.assert_close(float(model(x, foreach)), float(dense(x, foreach)))
+
+
+def test_steps_inside_of_a_forward(ranks):
+    ranks(2).run(check_inner)
+
+
+def check_plain():
+    """A plain tensor that lists of the grid are added to counts the write, as torch's autograd wants."""
+    parameter = ndtp.parallelize(nn.Sequential(nn.Linear(8, 16)), mesh_of(Grid(x=2)))[0].weight
+    plain = torch.zeros(16, 8)
+    with torch.no_grad():
+        torch._foreach_add_([plain], [parameter])
+        torch.testing.assert_close(plain, parameter.full_tensor())
+    assert plain._version == 1
+
+
+def test_writes_to_lists_are_counted(ranks):
+    ranks(2).run(check_plain)
