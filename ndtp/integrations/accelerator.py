@@ -110,8 +110,9 @@ class Accelerator(accelerate.Accelerator):
         rest = super().skip_first_batches(dataloader.loader, num_batches)
         return RowsHere(rest, self.ndtp_mesh, self._note_batch)
 
-    def _note_call(self, model: nn.Module, *_: Any) -> None:
-        if torch.is_grad_enabled():
+    def _note_call(self, model: nn.Module, _: Any, output: Any) -> None:
+        results = [output, *vars(output).values()] if hasattr(output, "__dict__") else tree_leaves(output)
+        if any(isinstance(x, Tensor) and x.requires_grad for x in results):  # a frozen teacher's do not
             self._called[id(model)] = model
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -154,8 +155,9 @@ class Accelerator(accelerate.Accelerator):
             if not isinstance(x, Tensor):
                 return x
             mine = whole(x).detach()
-            parts = torch.stack(of_data_ranks(mine.cpu(), self.ndtp_mesh)) * scale
-            return (parts.mean(0) if reduction == "mean" else parts.sum(0)).to(mine.device, mine.dtype)
+            parts = torch.stack(of_data_ranks(mine, self.ndtp_mesh)).to(mine.device)
+            total = parts.sum(0) if reduction == "sum" else parts.sum(0) / len(parts)
+            return total if scale == 1.0 else total * scale
 
         return tree_map(reduced, tensor)
 
@@ -165,12 +167,12 @@ class Accelerator(accelerate.Accelerator):
             return super().pad_across_processes(whole(tensor), dim, pad_index, pad_first)
 
         def padded(x: Any) -> Any:
-            if not isinstance(x, Tensor) or dim >= x.dim():
+            if not isinstance(x, Tensor) or not -x.dim() <= dim < x.dim():
                 return x
-            x = whole(x)
-            more = max(of_data_ranks(x.shape[dim], self.ndtp_mesh)) - x.shape[dim]
-            room = x.new_full((*x.shape[:dim], more, *x.shape[dim + 1 :]), pad_index)
-            return torch.cat([room, x] if pad_first else [x, room], dim) if more else x
+            x, at = whole(x), dim % x.dim()
+            more = max(of_data_ranks(x.shape[at], self.ndtp_mesh)) - x.shape[at]
+            room = x.new_full((*x.shape[:at], more, *x.shape[at + 1 :]), pad_index)
+            return torch.cat([room, x] if pad_first else [x, room], at) if more else x
 
         return tree_map(padded, tensor)
 

@@ -31,6 +31,7 @@ from ndtp.runtime.process_grid import ProcessGrid
 MAIN_INPUTS = (
     "input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values", "decoder_input_ids", "labels",
 )  # fmt: skip
+SAMPLE = 4096  # numbers of a tensor that are compared
 GivenGrid = str | Mapping[str, int] | Grid | ProcessGrid
 
 
@@ -150,6 +151,7 @@ def gathered_rows(result: Any, mesh: ProcessGrid) -> Any:
 def of_data_ranks(mine: Any, mesh: ProcessGrid) -> list[Any]:
     """What the ranks along the data axes have, in the order of their rows; a collective."""
     axes = data_axes(mesh)
+    mine = tree_map(lambda x: whole(x).detach().cpu() if isinstance(x, Tensor) else x, mine)
     parts: list[Any] = [None] * mesh.grid.size(axes)
     dist.all_gather_object(parts, (mesh.grid.index(mesh.rank, axes), mine), group=mesh.group(axes))
     return [part for _, part in sorted(parts, key=itemgetter(0))]
@@ -181,16 +183,26 @@ def rows_here(inputs: Any, mesh: ProcessGrid | None, batch_size: int | None = No
 
 
 def _samples_of(inputs: Any, tensors: Sequence[Tensor], batch_size: int | None) -> int:
-    """Return how many samples a batch has: a tensor of another length, such as a table, belongs to no sample."""
+    """Return how many samples a batch has; 0 where that is not known.  A tensor of another length, such as a table,
+    belongs to no sample.
+    """
     sizes = [len(x) for x in tensors]
     if len(set(sizes)) > 1:
         named = [inputs.get(key) for key in MAIN_INPUTS] if isinstance(inputs, Mapping) else []
         main = next((x for x in named if isinstance(x, Tensor) and x.dim()), None)
         if main is not None:
             return len(main)
-        if batch_size in sizes:
-            return batch_size  # type: ignore[return-value]
+        return batch_size if batch_size in sizes else 0  # type: ignore[return-value]
     return sizes[0] if sizes else 0
+
+
+def _hash_of(x: Tensor) -> Any:
+    """Return a hash of integers, or of a sample of real numbers, which may be many."""
+    if x.is_floating_point() or x.is_complex():
+        x = x.detach().reshape(-1)
+        x = x[:: -(-len(x) // SAMPLE)] if len(x) > SAMPLE else x
+        x = torch.view_as_real(x) if x.is_complex() else x.double()
+    return hash_of(x)
 
 
 def _compare(tensors: Sequence[Tensor], mesh: ProcessGrid) -> None:
@@ -199,7 +211,7 @@ def _compare(tensors: Sequence[Tensor], mesh: ProcessGrid) -> None:
     if conversation is None:
         return
     shapes = [(tuple(x.shape), str(x.dtype)) for x in tensors]
-    values = [hash_of(x) for x in tensors if x.device.type == "cpu" and is_strided(x) and not x.is_quantized]
+    values = [_hash_of(x) for x in tensors if x.device.type == "cpu" and is_strided(x) and not x.is_quantized]
     what = "a batch of a loader, of which each rank takes its rows"
     facts = [Fact("tensors of the batch", shapes), Fact("values of the batch", values)]
     with Speaking(conversation, what):

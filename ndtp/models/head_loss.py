@@ -17,6 +17,7 @@ from ndtp.models.kept_logits import KeptWeights
 from ndtp.models.made_classes import made_class
 from ndtp.models.pending import Pending, pending
 from ndtp.models.projections import Projection, products
+from ndtp.models.seen_weights import has_own_weights
 from ndtp.models.waiting import Call
 from ndtp.nn.hooks import has_hooks
 from ndtp.nn.losses import loss_plan
@@ -32,7 +33,7 @@ class HeadSchedule:
     def called(self, member: Projection, x: Tensor) -> Hidden | None:
         if not member.frame.has_labels or torch.compiler.is_compiling():
             return None
-        if has_hooks(member) or "forward" in member.__dict__:
+        if has_hooks(member) or "forward" in member.__dict__ or not has_own_weights((member,)):
             return None
         call = Call((member,), member.taken(x), plain_products, x, cross_entropy, KeptWeights((member,)))
         return pending(call, member)

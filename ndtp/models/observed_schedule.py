@@ -21,6 +21,7 @@ from ndtp.models.kept_logits import KeptWeights
 from ndtp.models.noted import Noted, NotedCall, noted_result
 from ndtp.models.one_schedule import activation_of, as_one
 from ndtp.models.projections import products
+from ndtp.models.seen_weights import has_own_weights
 from ndtp.models.split_layers import ObservedLinear, as_rows
 from ndtp.nn.hooks import has_hooks
 from ndtp.nn.losses import loss_plan
@@ -32,8 +33,8 @@ from ndtp.split.copies import state_of
 
 
 def _is_bare(layers: Sequence[nn.Module]) -> bool:
-    """Return whether nothing but a layer's forward runs when it is called."""
-    return not any(has_hooks(each) or "forward" in each.__dict__ for each in layers)
+    """Return whether nothing but a layer's forward runs when it is called, with the parameters of the layer."""
+    return not any(has_hooks(each) or "forward" in each.__dict__ for each in layers) and has_own_weights(layers)
 
 
 def _call_of(members: tuple[ObservedLinear, ...], x: Tensor, compute: Any, **options: Any) -> NotedCall:

@@ -14,6 +14,7 @@ from ndtp.models.hidden import Hidden, enter, leave
 from ndtp.models.noted import Noted
 from ndtp.models.pending import Pending, pending
 from ndtp.models.projections import Projection, products
+from ndtp.models.seen_weights import has_own_weights
 from ndtp.models.waiting import Call
 from ndtp.nn.hooks import has_hooks
 from ndtp.ops.few_rows import takes_few_rows
@@ -44,7 +45,8 @@ class MLPSchedule:
             return None  # nothing is chunked, so nothing is gained by waiting for what is made of it
         if torch.compiler.is_compiling() or any(has_hooks(each) for each in (*self.ups, self.down, *self.inside)):
             return None
-        if any("forward" in each.__dict__ for each in (*self.ups, self.down)):
+        layers = (*self.ups, self.down)
+        if any("forward" in each.__dict__ for each in layers) or not has_own_weights(layers):
             return None
         index = self.ups.index(member)
         call = self.call

@@ -96,7 +96,8 @@ class Replicated(nn.Module):
         value: Any = super().__getattr__(name)
         running = self.ndtp_frame.running
         if name in self.__dict__["_parameters"] and running and running[-1] is not None and value is not None:
-            if not is_placed(value) and is_plain(value) and self.ndtp_frame.mesh.device_mesh is not None:
+            is_computed = is_plain(value) or not isinstance(value, nn.Parameter)
+            if is_computed and not is_placed(value) and self.ndtp_frame.mesh.device_mesh is not None:
                 if is_functorch_wrapped_tensor(value):
                     return value  # of a transform, whose function computes with it
                 # Computed, and put in its place by `torch.func.functional_call`.

@@ -11,19 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from operator import attrgetter, is_not
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
 
+from ndtp.runtime.versions import version_of
 from ndtp.split.tensor import SplitTensor, leave
 
-KEYS = ("weight", "bias")
+KEYS, GONE = ("weight", "bias"), object()
 _wants, _version = attrgetter("requires_grad"), attrgetter("_version")
 _place: Any = Tensor.data_ptr
 # Which parameters there are; what changes when somebody writes to them, freezes or thaws them; and they themselves, so
 # that nothing else is made where they lay.  Two states are alike where the first three of these are.
-WeightsThen = tuple[tuple[int, ...], list[int], bytes, list[Any]]
+WeightsThen = tuple[tuple[int, ...], list[Any], bytes, tuple[Any, ...]]
 
 
 class SeenWeights:
@@ -35,34 +36,35 @@ class SeenWeights:
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self.layers = layers
-        self._places: list[dict[str, Any]] = []
-        self._keys: list[str] = []
-        self._known: list[Any] = []
-        self._ids: tuple[int, ...] = ()
-        self._real: list[Tensor] = []
-        self._counted: list[Tensor] = []
-        self._shards: list[Tensor] = []
 
     def now(self) -> WeightsThen:
-        """Return the parameters as they are, by functions in C alone, since this is done at each call of a layer."""
-        if len(self._keys) != len(KEYS) * len(self.layers):
-            self._places = [layer._parameters for layer in self.layers for _ in KEYS]
-            self._keys = [*KEYS] * len(self.layers)
-        found = [*map(dict.get, self._places, self._keys)]
-        if not self._ids or any(map(is_not, found, self._known)):
-            self._look_at(found)
+        """Return the parameters as they are, by few functions of Python, since each call of a layer asks."""
+        # An operation on a DTensor counts on the DTensor alone, one on its local tensor there alone, and one on `.data`
+        # nowhere: that it was read is what can be known.
+        each = [
+            (p, d := vars(p).get("_dtensor", p), getattr(d, "_local_tensor", d), vars(p).get("ndtp_data_reads"))
+            for layer in self.layers
+            for key in KEYS
+            if (p := layer._parameters.get(key)) is not None
+        ]
+        if not each:
+            return (), [], b"", ()
+        real, inner, shards, reads = zip(*each, strict=True)
+        if SplitTensor in set(map(type, real)):
+            inner = shards = tuple(map(bare, real))
         try:
-            written = [*map(_version, self._counted), *map(_place, self._shards)]
+            written = [*map(_version, inner), *map(_version, shards), *map(_place, shards), *reads]
+            written += () if inner is shards else map(_version, real)
         except RuntimeError:  # tensors of inference, or without memory
-            written = []
-        return self._ids, written, bytes(map(_wants, self._real)), self._known
+            written = [*map(version_of, inner), *reads]
+        return tuple(map(id, real)), written, bytes(map(_wants, real)), real
 
-    def _look_at(self, found: list[Any]) -> None:
-        self._known, self._ids, self._real = found, tuple(map(id, found)), [bare(p) for p in found if p is not None]
-        self._shards = [getattr(p, "_local_tensor", p) for p in self._real]
-        # An operation on a DTensor counts on the DTensor alone, one on its local tensor there alone.
-        inner = [getattr(p, "_dtensor", None) for p in self._real]
-        self._counted = [x for x in (*self._real, *inner, *self._shards) if x is not None]
+
+def has_own_weights(layers: Sequence[Any]) -> bool:
+    """Return whether layers compute with their parameters: nothing else was put in the place of one, under its name."""
+    return all(
+        layer.lies.keys() <= layer._parameters.keys() and layer.lies.keys().isdisjoint(vars(layer)) for layer in layers
+    )
 
 
 def bare(p: Tensor) -> Tensor:
@@ -77,14 +79,17 @@ def with_weights(weights: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
     Args:
         weights: layers, the names of their parameters, and what is to be there.
     """
-    own = [(layer._parameters, key, layer._parameters[key]) for layer, key, _ in weights]
+    own = [(layer._parameters, key, layer._parameters.get(key, GONE)) for layer, key, _ in weights]
     try:
         for layer, key, p in weights:
             layer._parameters[key] = p
         yield
     finally:
         for parameters, key, p in own:
-            parameters[key] = p
+            if p is GONE:
+                del parameters[key]
+            else:
+                parameters[key] = p
 
 
 @contextmanager

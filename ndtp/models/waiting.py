@@ -81,7 +81,8 @@ class Call:
 
     def settle(self) -> None:
         """Compute them, unless they were."""
-        if self.values is None and not self.is_taken:
+        source, version = self.watched[0]
+        if self.values is None and not self.is_taken and version_of(source) == version:
             with self.as_then():
                 self.value(self.members[0])
 
@@ -117,7 +118,7 @@ class Call:
                     "changed by other than an optimizer; it was not computed before\n"
                     "  fix: ask for it first, or parallelize(..., fuse=False)"
                 )
-        then = [each for each in self.seen if each[0]._parameters.get(each[1], each[2]) is not each[2]]
+        then = [each for each in self.seen if each[0]._parameters.get(each[1]) is not each[2]]
         kept = self.kept.as_then() if changed and self.kept is not None else nullcontext()
         with (
             with_weights(then),

@@ -32,13 +32,13 @@ from ndtp.runtime.grid_parts import boxes_of, full_of, lying_as, part_of
 from ndtp.runtime.handed_out import note_mixed, note_use
 from ndtp.runtime.loaded_states import watch_loaded_states
 from ndtp.runtime.reads import NamedRead
-from ndtp.runtime.waiting_calls import settle_calls_of
+from ndtp.runtime.waiting_calls import note_data_read
 
 CLASS: Any = vars(object)["__class__"]
 GRAD: Any = vars(torch._C.TensorBase)["grad"]
 ADD = torch.ops.aten.add.Tensor
 HANDED = ("ndtp_is_handed", "ndtp_hand_out", "ndtp_set_aside")
-KEPT = ("_dtensor", "ndtp_summed_over", *HANDED)  # hooks, and what stands for one, are not copied
+KEPT = ("_dtensor", "ndtp_summed_over", "ndtp_waiting", *HANDED)  # hooks, and what stands for one, are not copied
 
 
 class GridTensor(torch.Tensor):
@@ -112,13 +112,13 @@ class GridTensor(torch.Tensor):
 
     @property
     def data(self) -> Any:  # type: ignore[override]
-        settle_calls_of(self)
+        note_data_read(self)
         return Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
     def data(self, value: Tensor) -> None:
         """A dense tensor, of which this rank takes its part; or one of the grid, which moves if it lies otherwise."""
-        settle_calls_of(self)
+        note_data_read(self)
         self._refuse_other(value)
         value = value.detach()
         if isinstance(value, DTensor) and _lies(value) == _lies(self):

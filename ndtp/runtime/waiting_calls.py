@@ -11,7 +11,6 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import nn
 
 
 def wait_with(call: Any, parameters: Iterable[Any]) -> None:
@@ -22,8 +21,14 @@ def wait_with(call: Any, parameters: Iterable[Any]) -> None:
     """
     noted = ref(call)
     for p in parameters:
-        if type(p) is not nn.Parameter:
+        if "_dtensor" in vars(p):
             p.ndtp_waiting = [each for each in getattr(p, "ndtp_waiting", ()) if each() is not None] + [noted]
+
+
+def note_data_read(parameter: Any) -> None:
+    """Note that code has got a parameter's `.data`, writes to which nobody counts."""
+    settle_calls_of(parameter)
+    parameter.ndtp_data_reads = vars(parameter).get("ndtp_data_reads", 0) + 1
 
 
 def settle_calls_of(parameter: Any) -> None:
@@ -33,7 +38,7 @@ def settle_calls_of(parameter: Any) -> None:
     waiting = getattr(parameter, "ndtp_waiting", None)
     if not waiting or torch.compiler.is_compiling():
         return
-    parameter.ndtp_waiting = []
+    del parameter.ndtp_waiting
     for each in waiting:
         if (call := each()) is not None:
             call.settle()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ndtp.errors import LayoutError
+from ndtp.runtime.waiting_calls import note_data_read
 from ndtp.split.copies import as_view, share_memory, standing_for
 from ndtp.split.gathered_operands import GatheredOperands
 from ndtp.split.moving import cut, moved
@@ -121,6 +122,8 @@ def _bare(func: Any, x: SplitTensor, kind: type) -> Any:
 
 @rule(*getters("data"))
 def _numbers(func: Any, x: SplitTensor) -> Any:
+    if x.stands_for is not None:
+        note_data_read(x.stands_for)
     with torch._C.DisableTorchFunctionSubclass():
         made = enter(leave(x).data, x.spec)
     made.strides = x.strides

@@ -59,7 +59,8 @@ def check_rows():
         share = labels.float().mean()
         torch.testing.assert_close(accelerator.reduce(share, "mean"), full["labels"].float().mean())
         torch.testing.assert_close(accelerator.reduce(labels.sum()), full["labels"].sum())
-        padded = accelerator.pad_across_processes(torch.ones(len(labels), 3 + me), dim=1, pad_index=7)
+        assert accelerator.reduce(torch.tensor([2**24 + 1])).item() == (2**25 + 2 if len(labels) < 4 else 2**24 + 1)
+        padded = accelerator.pad_across_processes(torch.ones(len(labels), 3 + me), dim=-1, pad_index=7)
         rows_of_all = accelerator.gather_for_metrics(padded)
         assert rows_of_all.shape == (len(full["labels"]), 4) and rows_of_all.sum() == len(labels) * (4 + 3 + 7)
         expected.append(full["labels"])
@@ -71,8 +72,11 @@ def check_two_models():
     """A stock model, whose loss is that of all rows, and one of the user's own, whose loss is that of a rank's rows."""
     accelerator, dense = made(dp=2), (llama(), OfOnesOwn())
     stock, own, ids_of, images_of = accelerator.prepare(llama(), OfOnesOwn(), loader_of(rows(4)), loader_of(images(4)))
+    teacher = accelerator.prepare(llama().requires_grad_(False))
     for batch, pictures in zip(ids_of, images_of, strict=True):
+        teacher(**batch)  # nothing of it is in a loss
         accelerator.backward(stock(**batch).loss)
+        teacher(**batch)
         accelerator.backward(own(**pictures)["loss"])
         both = stock(**batch).loss + own(**pictures)["loss"]
         with pytest.raises(LayoutError, match="a loss of stock models of transformers, which is that of all rows"):

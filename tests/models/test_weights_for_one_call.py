@@ -39,6 +39,16 @@ class Model(nn.Module):
             layer.weight.data = before + noise
             y = layer(x)
             layer.weight.data = before
+        elif self.how == "added to data":
+            layer.weight.data.add_(noise.detach())
+            y = layer(x)
+            layer.weight.data.sub_(noise.detach())
+        elif self.how == "attribute":
+            own = layer._parameters.pop("weight")
+            layer.weight = own * 1.5
+            y = layer(x)
+            del layer.weight
+            layer.weight = own
         elif self.how == "other":
             y = functional_call(layer, {"weight": noise * 1}, (x,))
         else:
@@ -64,7 +74,7 @@ def result(model, ids):
     if model.how == "thawed":
         for p in getattr(model, model.changed).parameters():
             p.requires_grad_(False)
-    if model.how in ("noise", "data"):
+    if model.how in ("noise", "data", "added to data"):
         with torch.no_grad():
             return {"loss": model(ids)}
     loss = model(ids)
@@ -84,8 +94,10 @@ def check(sizes, how, names):
             made.append(model)
         dense, model = made
         plain = ndtp.parallelize(made[1], mesh)
-        for again in range(2):
+        for again in range(3):
             dense.zero_grad(), plain.zero_grad()
+            if again == 2:  # other memory in the place of that which the calls before have seen
+                dense.float(), plain.float()
             expected, found = result(dense, ids), result(plain, ids)
             for key, value in expected.items():
                 where = f"{how} of '{name}', call {again}: {key}"
@@ -98,9 +110,12 @@ def test_noise_for_one_call(ranks):
     ranks(4).run(check, {"x": 2, "y": 2}, "noise", tuple(SHAPES))
     ranks(2).run(check, {"z": 2}, "data", tuple(SHAPES))
 
+    ranks(2).run(check, {"x": 2}, "added to data", ("t", "k", "up"))
+
 
 def test_other_weights_for_one_call(ranks):
     ranks(4).run(check, {"x": 2, "y": 2}, "other", tuple(SHAPES))
+    ranks(2).run(check, {"y": 2}, "attribute", tuple(SHAPES))
 
 
 def test_frozen_for_one_call(ranks):
