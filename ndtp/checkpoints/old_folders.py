@@ -58,6 +58,11 @@ class Record:
         """Ignore the items of an ordered dict, which say nothing that is read here."""
 
 
+def _member(kind: Any, name: Any) -> Record:
+    """Return a record of a member of an enumeration; nothing is looked up."""
+    return Record(name)
+
+
 class _Reader(pickle.Unpickler):
     def __init__(self, file: Any) -> None:
         super().__init__(file)
@@ -66,6 +71,8 @@ class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
+        if (module, name) == ("builtins", "getattr"):
+            return _member  # of an enumeration, as Python 3.11.0 to 3.11.3 pickles it
         if (module, name) not in RECORDS:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
         # A class of this pickle's own: what the pickle does to it goes with it.
