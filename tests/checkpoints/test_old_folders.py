@@ -140,3 +140,21 @@ def test_every_byte_of_the_metadata(tmp_path):
         except CheckpointError:
             refused += 1
     assert refused
+
+
+class ByName:
+    """A member of an enumeration as Python 3.11.0 to 3.11.3 pickles it, or what poses as one."""
+
+    def __init__(self, *of):
+        self.of = of
+
+    def __reduce__(self):
+        return getattr, self.of
+
+
+def test_members_of_enumerations_are_not_looked_up():
+    encoding = dcp.metadata._MEM_FORMAT_ENCODING
+    found = old_folders.unpickled(pickle.dumps(ByName(encoding, "TORCH_CONTIGUOUS_FORMAT")))
+    assert isinstance(found, old_folders.Record) and found.args == ("TORCH_CONTIGUOUS_FORMAT",)
+    hostile = old_folders.unpickled(pickle.dumps(ByName(dcp.metadata.Metadata, "__init__")))
+    assert isinstance(hostile, old_folders.Record)
