@@ -96,7 +96,7 @@ class RingPlan:
             backward: whether there is one.
             wire: the dtypes in which tensors travel; the gradients that are added up on their way do as they are.
         """
-        swapped = self.part - self.half if self.is_zigzag and self.ranks > 1 else 0
+        swapped = self.part - self.half if self.is_zigzag else 0
         out = (*q[:-1], v[-1])
 
         def message(phase: str, kind: str, shapes: Sequence[Sequence[int]], turns: int, rows: int) -> Traffic:

@@ -27,6 +27,8 @@ def wait_with(call: Any, parameters: Iterable[Any]) -> None:
 
 def note_data_read(parameter: Any) -> None:
     """Note that code has got a parameter's `.data`, writes to which nobody counts."""
+    if torch.compiler.is_compiling():
+        return
     settle_calls_of(parameter)
     parameter.ndtp_data_reads = vars(parameter).get("ndtp_data_reads", 0) + 1
 
