@@ -16,6 +16,12 @@ from ndtp.testing import emulated
 TEST_DEVICE = "NDTP_TEST_DEVICE"
 
 
+def prepare_test_device() -> None:
+    """Compile the emulated device, where it is the one: ranks that are about to start have a time limit for theirs."""
+    if os.environ.get(TEST_DEVICE) == emulated.NAME:
+        emulated.build()
+
+
 def use_test_device(rank: int | None = None) -> str:
     """Make the device that `NDTP_TEST_DEVICE` names torch's default device in this thread, for good.
 

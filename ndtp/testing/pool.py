@@ -177,6 +177,10 @@ class RankPool:
             and not any(r.poll_exit() or self._receive(r, {}) for r in self._ranks)
         ):
             return
+        if os.environ.get("NDTP_TEST_DEVICE"):
+            from ndtp.testing.device import prepare_test_device
+
+            prepare_test_device()
         for attempt in range(1, _STARTS + 1):
             kill(self._ranks, os.getpid())
             folder = zygote.ensure_running()

@@ -6,9 +6,11 @@
 import copy
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -109,8 +111,44 @@ x = torch.ones(2, device="{DEVICE}", requires_grad=True)
 with torch.device("cpu"):
     x.sum().backward()
 """
+    emulated.build()
     for _ in range(2):
         subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+KILLED = """
+import os, signal
+from unittest import mock
+from ndtp.testing.emulated import build
+
+def dies(command, **_):
+    for name in ("lock", f"{command[3]}.so"):
+        open(os.path.join(command[4], name), "w").write("half of it")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+with mock.patch("subprocess.run", dies):
+    build()
+"""
+
+
+def test_a_build_that_is_killed_holds_nobody_up(tmp_path, monkeypatch):
+    """A lock file of torch's would: all that come later wait for it, and those who wait in a rank are killed too."""
+
+    def compiles(command, **_):
+        (Path(command[4]) / f"{command[3]}.so").write_text("all of it")
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    assert subprocess.run([sys.executable, "-c", KILLED], check=False, timeout=60).returncode == -signal.SIGKILL
+    monkeypatch.setattr(subprocess, "run", compiles)
+    library = emulated.build()
+    assert library.read_text() == "all of it"
+    assert {path.name for path in library.parent.iterdir()} == {library.name, "builder"}
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 1, "", "ld: no space"))
+    assert emulated.build() == library, "compiles once"
+    library.unlink()
+    with pytest.raises(RuntimeError, match="could not be compiled: ld: no space"):
+        emulated.build()
 
 
 class HostTable(nn.Module):

@@ -16,12 +16,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import hashlib
 import importlib
-import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -30,10 +27,10 @@ import torch.distributed as dist
 
 from ndtp.collectives.backends import FAKE, KNOWN, Backend
 from ndtp.collectives.torch_patches import in_place
+from ndtp.testing.emulated.build import build as build
 
 NAME = "emulated"
 BACKENDS = f"cpu:gloo,{NAME}:{NAME}"  # of `init_process_group`
-_HEADER = Path(__file__).with_name("device.h")
 
 
 @functools.cache
@@ -65,16 +62,11 @@ def _group(library: Any, store: dist.Store, rank: int, size: int, timeout: timed
 
 
 def _library() -> Any:
-    """Return the compiled extension; one that was built from the same source for the same torch is taken as it is."""
+    """Return the compiled extension as a module."""
     from torch.utils import cpp_extension
 
-    sources = sorted(Path(__file__).parent.glob("*.cpp"))
-    texts = [*(path.read_text() for path in (*sources, _HEADER)), torch.__version__, sys.version]
-    name = f"ndtp_emulated_{hashlib.blake2b(''.join(texts).encode(), digest_size=6).hexdigest()}"
-    folder = Path(cpp_extension._get_build_directory(name, verbose=False))
-    if (folder / f"{name}.so").exists() and not (folder / "lock").exists():
-        return cpp_extension._import_module_from_library(name, str(folder), is_python_module=True)
-    return cpp_extension.load(name, [str(path) for path in sources], extra_cflags=["-O1"], build_directory=str(folder))
+    path = build()
+    return cpp_extension._import_module_from_library(path.stem, str(path.parent), is_python_module=True)
 
 
 class _Stream:
