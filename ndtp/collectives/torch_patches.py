@@ -97,6 +97,10 @@ PATCHES: dict[str, Patch] = {
         "as for ScriptFunction",
         "as for ScriptFunction",
     ),
+    "torch.utils.checkpoint._CheckpointFrame.__init__": Patch(
+        "what a checkpoint runs again in backward would find another default group, and methods that compute at once",
+        "a checkpoint takes contexts of its caller for what it runs again, as it does for autocast",
+    ),
     "torch.utils.checkpoint._CheckpointFrame.save_inputs": Patch(
         "a checkpoint saves the memory of a tensor that is still to be computed, which will be that of another object",
         "torch asks __torch_function__ for the tensors that a checkpoint saves",

@@ -1,4 +1,7 @@
-"""Modes of torch in which a tensor holds no numbers that ranks could send or compare, and which are refused by name."""
+"""Modes of torch in which a tensor holds no numbers that ranks could send or compare, and which are refused by name.
+
+Also a graph of autograd that hooks around it do not see.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from torch import Tensor
 from torch._C import _get_dispatch_mode, _TorchDispatchModeKey  # type: ignore[attr-defined]
 from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack
 from torch.autograd import forward_ad
-from torch.autograd.graph import _CloneArgBeforeMutateMode
+from torch.autograd.graph import _CloneArgBeforeMutateMode, saved_tensors_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ndtp.errors import LayoutError
@@ -107,3 +110,16 @@ def refuse_batched(grad: Any, what: str, asked: Any = False) -> None:
 def is_autocast_on(device_type: str) -> bool:
     """Return whether autocast casts what is computed on a kind of devices; a dry run, on "meta", has no autocast."""
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
+
+
+def own_graph() -> saved_tensors_hooks:
+    """Return the context of a graph that is used up where it is made: hooks of whoever is around see nothing of it.
+
+    A checkpoint would run all of its function again for each backward, and another hook would send its tensors to the
+    host and back.
+    """
+    return saved_tensors_hooks(_same, _same)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x

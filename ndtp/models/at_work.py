@@ -58,7 +58,7 @@ def _noting(theirs: Any, name: str, frame: Frame, rows: OwnRows, compiles: bool)
         if is_synced and rows.axes:
             _refuse_drafts(theirs.__name__, self, kwargs)
             kwargs["synced_gpus"] = True  # ranks whose rows have ended call on until all others' have
-        if name != "forward" and frame.running:  # called by what notes already
+        if name != "forward" and (frame.running or rows.is_at_work):  # called by what notes already, or did
             return method(self, *args, **kwargs)
         reads = CodeReads()
         frame.running.append(reads)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ndtp.compute.epilogues import ACTIVATIONS
+from ndtp.compute.traces import own_graph
 from ndtp.models.hidden import Hidden, enter, leave
 from ndtp.models.noted import Noted
 from ndtp.models.pending import Pending, pending
@@ -120,10 +121,9 @@ def activation_of(x: Pending | Noted) -> tuple[str, list[tuple[int, int | None]]
         None for one that `ndtp.compute.epilogues` does not know.
     """
     leaves = _leaves(x)
-    # A checkpoint, which compares what forward and the forward again save, must not count what is tried once.
-    unseen = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    # A checkpoint, which compares what forward and the forward again save, must not count what is tried once either.
     # A first call in inference mode has no gradients, and what is found in it holds for later calls.
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False), unseen:
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False), own_graph():
         given = {leaf: at.clone().requires_grad_() for leaf, at in zip(leaves, (_AT, _GATES_AT), strict=False)}
         if len(given) != len(leaves):
             return None

@@ -15,6 +15,7 @@ from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.algebra.relayouts import RelayoutPlan
 from ndtp.compute.norms import wide
+from ndtp.compute.traces import own_graph
 from ndtp.errors import LayoutError
 from ndtp.ops.losses import LossPlan, check_weights, reduced, row_losses, totals, whole_targets
 from ndtp.ops.moving import enter, refuse_second, taken
@@ -148,7 +149,7 @@ class _Chunks(torch.autograd.Function):
         for size in plan.chunks(x.shape[0]):
             part = x[start : start + size].detach().requires_grad_(needs[0])
             mine = rows.shard(by_rows[:, start : start + size].flatten(), mesh.rank)
-            with torch.enable_grad():
+            with torch.enable_grad(), own_graph():
                 logits = matmul(part, head, plan.product, mesh, added)
                 logits = logits if between is None else between(logits)
                 loss = row_losses(logits, mine, plan.loss, mesh, class_weights).sum(dtype=torch.float64)

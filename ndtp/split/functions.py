@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -96,6 +97,7 @@ class _Checkpoint(CheckpointFunction):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
         given = [x for x in args if isinstance(x, Tensor)]
+        ctx.ndtp_rows, ctx.ndtp_forms = at_work(), _forms(given)
         result = CheckpointFunction.forward(ctx, *args)
         # Of a tensor that comes back autograd makes a view, which has no form.
         return mapped(result, lambda x: x.view_as(x) if any(x is y for y in given) else _computed(x), Tensor)
@@ -103,9 +105,24 @@ class _Checkpoint(CheckpointFunction):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         """The gradients that its inputs have kept, which autograd wants as shards without a form."""
-        kept = _backward_of_torch(ctx, *grads)
+        with nullcontext() if ctx.ndtp_rows is None else ctx.ndtp_rows.while_running():
+            kept = _backward_of_torch(_InForm(ctx), *grads)
         with torch._C.DisableTorchFunctionSubclass():
             return tuple(x.view_as(x) if isinstance(x, Tensor) else x for x in kept)
+
+
+class _InForm:
+    """A view of what a checkpoint has kept, with split tensors as they were: hooks of an outer one keep shards."""
+
+    def __init__(self, ctx: Any) -> None:
+        self._ctx = ctx
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+    @property
+    def saved_tensors(self) -> list[Any]:
+        return _with_forms(self._ctx.saved_tensors, self._ctx.ndtp_forms)
 
 
 def _computed(x: Any) -> Any:
@@ -132,6 +149,16 @@ class _Named:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _given(_giving_wholes(self.kind), *args, **kwargs)
+
+
+def _at_work_again(init: Any) -> Any:
+    """Let the code of a model that a checkpoint runs again run as in the model's forward."""
+
+    def made(frame: Any, recompute_fn: Any, *args: Any, **kwargs: Any) -> None:
+        rows = at_work()
+        init(frame, recompute_fn if rows is None else rows.while_running()(recompute_fn), *args, **kwargs)
+
+    return made
 
 
 def _of_computed(save_inputs: Any) -> Any:
@@ -179,6 +206,7 @@ def _with_forms(saved: Sequence[Any], forms: Sequence[Any]) -> list[Any]:
 def guard_functions(model: nn.Module | None = None) -> None:
     """Let every `autograd.Function` that has no rule take split tensors whole, also one that a model holds already."""
     replaced("torch.autograd.Function.apply", lambda given: classmethod(_apply))
+    replaced("torch.utils.checkpoint._CheckpointFrame.__init__", _at_work_again)
     if hasattr(_CheckpointFrame, "save_inputs"):
         replaced("torch.utils.checkpoint._CheckpointFrame.save_inputs", _of_computed)
         replaced("torch.utils.checkpoint._CheckpointFrame.get_inputs", _in_form)
