@@ -135,8 +135,6 @@ class AnyModel(Placing):
         if name in self.twice:
             self.kept[name] = TWICE
             return
-        if not name:
-            raise LayoutError("parallelize: the model is a single Linear; use ndtp.nn.Linear.from_dense")
         if min(inside, outside) == 1:
             self.kept[name] = f"{inside} to {outside} features: one cannot be split"
             return
