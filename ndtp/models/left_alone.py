@@ -45,8 +45,10 @@ def why_left(module: Any) -> str | None:
         return None
     if isinstance(module, nn.Linear) and is_computed(module):
         return "a parameter of it is computed from others, as weight norms and pruning do, and those are split"
+    if isinstance(module, nn.Linear) and type(module).__module__.startswith("torch."):
+        return f"it is a {kind}, whose weight torch's code reads past it"
     if isinstance(module, nn.Linear):
-        return f"it is a {kind}, a subclass of nn.Linear, whose forward may be another"
+        return f"it is a {kind}, a subclass of nn.Linear that computes something else"
     is_matrix = any(x is not None and x.dim() >= 2 for x in (*own.values(), *module._buffers.values()))
     if ("Linear" in kind or "Conv1D" in kind) and is_matrix:
         shape = tuple(weight.shape) if isinstance(weight, Tensor) else "no weight"

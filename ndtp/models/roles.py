@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ndtp.errors import LayoutError
 from ndtp.models.fused_order import heads_in_order
+from ndtp.models.tried_linear import computes_linear
 from ndtp.ops.norms import default_eps
 from ndtp.runtime.arrival import is_plain
 
@@ -40,8 +41,6 @@ ORDERS = {  # see `ndtp.models.fused_order`
     ), "sections"),
     "codegen.CodeGenAttention": "quarters",
 }  # fmt: skip
-# Subclasses of nn.Linear whose forward is that of one.
-LINEARS = ("falcon.FalconLinear",)
 # Attention whose code projects what are no hidden states.
 BESIDES = {
     "deberta.DisentangledSelfAttention": "it projects relative positions, too, and takes its weights apart",
@@ -92,17 +91,18 @@ def is_of_own_class(p: nn.Parameter) -> bool:
 
 
 def is_linear(module: Any) -> bool:
-    """An `nn.Linear` as it is, one of `LINEARS`, or transformers' Conv1D, which keeps its weight as [in, out].
+    """An `nn.Linear`, also of a class that computes the same, or transformers' Conv1D, with its weight as [in, out].
 
-    So is another subclass whose `is_called` says that code calls it, and does not read its weight past it.
+    Torch's own subclasses are none, whose weights are read past them, but for one whose `is_called` says otherwise.
     """
     if isinstance(module, nn.Linear):
         weight = module._parameters.get("weight")
         if weight is not None and is_of_own_class(weight):
             return False
         kind = type(module)
-        is_known = nn.Linear in kind.__bases__ and _path(kind) in LINEARS
-        return kind is nn.Linear or is_known or getattr(module, "is_called", False)
+        if kind is nn.Linear or getattr(module, "is_called", False):
+            return True
+        return not kind.__module__.startswith("torch.") and computes_linear(module)
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.relayouts import RelayoutPlan
-from ndtp.compute.traces import refuse_traces
+from ndtp.compute.traces import is_autocast_on, refuse_traces
 from ndtp.errors import LayoutError
 from ndtp.models.adopted import Adopted
 from ndtp.models.code_reads import note_read
@@ -168,11 +168,19 @@ class ObservedLinear(ReadAsSplit, Projection):
     Attributes:
         context: of the model.
         turns: whether what it gives is to lie as what it takes, since the model adds one to the other.
+        own_forward: of a class of the model's own, which may take inputs of another dtype than the weight's.
     """
 
     context: Context
     turns: bool
     group: Any
+    own_forward: Any = None
+
+    def __init_subclass__(cls, **named: Any) -> None:
+        super().__init_subclass__(**named)
+        theirs = next((kind for kind in cls.__mro__ if "forward" in vars(kind) and not issubclass(kind, Adopted)), None)
+        if theirs is not None and issubclass(theirs, nn.Linear) and theirs is not nn.Linear:
+            cls.own_forward = vars(theirs)["forward"]
 
     def forward(self, x: Any = None, **named: Any) -> Tensor:
         if named:
@@ -182,11 +190,17 @@ class ObservedLinear(ReadAsSplit, Projection):
         if x.dim() < 1 or x.shape[-1] != self.real_in:
             raise LayoutError(f"'{self.name}' takes {self.real_in} features, its input is of {tuple(x.shape)}")
         refuse_traces(f"'{self.name}'", exports=False)
+        if self.own_forward is not None and self._is_of_another_dtype(x):
+            return self.own_forward(x)  # type: ignore[no-any-return]
         if self.schedule is not None and (made := self.schedule.called(self, x)) is not None:
             return made
         with self.at_work():
             y, rows = self.group.result(self, x) if self.group is not None else self.product([self], x)[0]
         return self.given(y, rows)
+
+    def _is_of_another_dtype(self, x: Tensor) -> bool:
+        weight = self._parameters.get("weight")
+        return weight is not None and x.dtype != weight.dtype and not is_autocast_on(x.device.type)
 
     def given(self, y: Tensor, rows: Rows) -> Tensor:
         """Return the result as the model's code gets it, for an input whose leading dims became `rows`."""

@@ -103,6 +103,7 @@ class _Used(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
         plan, mesh, deferred = ctx.plan, ctx.mesh, ctx.deferred
         refuse_batched(grad, plan.name)
+        grad = grad.to_dense() if grad.is_sparse else grad
         late, sums = mesh.step.late, mesh.step.partial_sums
         late.enter()
         refuse_second(plan.name)

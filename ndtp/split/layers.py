@@ -58,7 +58,10 @@ _signature = cache(signature)
 
 @rule(F.embedding, F.embedding_bag)
 def look_up(func: Any, ids: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
-    """Rows of a table whose features are split: each rank looks up its part of every row."""
+    """Rows of a table whose features are split: each rank looks up its part of every row.
+
+    A gradient that would be sparse is a dense one, of which autograd can make the table's.
+    """
     if not isinstance(weight, SplitTensor) or weight.spec.dims[0]:
         return NotImplemented
     given = _signature(func).bind(ids, weight, *args, **kwargs).arguments
@@ -66,7 +69,8 @@ def look_up(func: Any, ids: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
     if given.get("max_norm") or (isinstance(factors, Tensor) and factors.requires_grad):
         return NotImplemented  # it needs whole rows
     spec = weight.spec
-    y = func(whole(ids), leave(weight), *map(whole, args), **{name: whole(x) for name, x in kwargs.items()})
+    others = {name: whole(x) for name, x in given.items() if name not in ("weight", "sparse")}
+    y = func(**others, weight=leave(weight))
     lead = y.shape[:-1]
     layout = layout_of(spec.mesh, [*[NO_AXES] * len(lead), spec.dims[1]])
     made = Spec(spec.context, (*lead, spec.sizes[1]), layout, (*lead, spec.padded[1]), spec.sections, spec.origin)

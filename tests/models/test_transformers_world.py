@@ -193,7 +193,7 @@ def check_other_kinds():
         warnings.simplefilter("ignore", UserWarning)
         loss, expected = model(**inputs(LLAMA)).loss, dense(**inputs(LLAMA)).loss
     kept = model.ndtp_report.kept  # known since that call, whose tensors alone a kernel takes
-    assert kept["model.layers.0.mlp.up_proj"] == "it is a Scaled, a subclass of nn.Linear, whose forward may be another"
+    assert kept["model.layers.0.mlp.up_proj"] == "it is a Scaled, a subclass of nn.Linear that computes something else"
     assert "Int8, whose weight is of int8: quantised" in kept["model.layers.1.mlp.gate_proj"]
     assert str(model.ndtp_report).startswith("replaced 13 of 14 Linears"), str(model.ndtp_report)
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0.0)
