@@ -201,7 +201,9 @@ def train(
                 break
             except RankError as error:
                 if error.refusal:
-                    raise LayoutError(error.refusal) from None
+                    what, is_of_sizes, _ = error.refusal.partition("\n  fix: pad=True")
+                    options = "\n  fix: --width and --heads that the axes divide, or another --grid"
+                    raise LayoutError(what + options if is_of_sizes else error.refusal) from None
                 if is_first_rank():
                     print(f"train failed: {error}", file=sys.stderr)
                 if restarts and world_size() is None and not stop_file.exists():
@@ -212,7 +214,8 @@ def train(
                 raise typer.Exit(1) from None
     done = by_rank[0]
     if done.error:
-        raise typer.BadParameter(done.error, param_hint="--output")
+        fix = "the sizes, seed and data that the run in this folder began with; or another --output"
+        raise typer.BadParameter(f"{done.error}; fix: {fix}", param_hint="--output")
     _finish(out, job, name, done, compare or [])
     write_json(json_file, _summary(job, done))
     if done.stopped:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import time
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ndtp.errors import CheckpointError
 from ndtp.planner.fields import Number, reason, shown
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ IDS = "input_ids"  # of records that are tokenised already
 TOKEN = Number(0, 2**32 - 1, integer=True)  # what is kept of each
 HELD_OUT = 0.05
 MOST_SHOWN = 500  # characters of a path in an error
+LOOKED_AT = 1 << 12  # tokens, of all, that tell one data set from another
 SLOW_S = 3600.0  # for another rank to tokenise
 
 
@@ -222,6 +225,9 @@ class PackedBatches:
         count = (len(tokens) - 1) // job.context
         self.num_held_out = max(1, int(count * HELD_OUT))
         self.num_sequences = count - self.num_held_out
+        # What decides which sequence a number means.
+        some = zlib.crc32(tokens[:: max(1, len(tokens) // LOOKED_AT)].tobytes())
+        self._order_of = {"seed": job.seed, "context": job.context, "tokens": len(tokens), "hash of the tokens": some}
         self._before, self._first = 0, 0  # sequences seen, and the step, when this run began
         self._order: tuple[int, Any] = (-1, None)
 
@@ -231,15 +237,26 @@ class PackedBatches:
         return self.batch * self.context
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` has kept in a checkpoint."""
+        """Go on from what `state` has kept in a checkpoint.
+
+        Raises:
+            CheckpointError: its sequences came in another order, or are others: some would come again before all came.
+        """
+        before = state.get("order", self._order_of)
+        other = [f"{key} {before.get(key)}, now {own}" for key, own in self._order_of.items() if before.get(key) != own]
+        if other:
+            raise CheckpointError(f"the run has drawn its sequences by {'; '.join(other)}")
         self._first, self._before = int(state["step"]), int(state.get("sequences", int(state["step"]) * self.batch))
 
-    def state(self, step: int) -> dict[str, int]:
-        return {"sequences": self._before + (step - self._first) * self.batch}
+    def state(self, step: int) -> dict[str, Any]:
+        return {"sequences": self._seen(step), "order": self._order_of}
+
+    def _seen(self, step: int) -> int:
+        return self._before + (step - self._first) * self.batch
 
     def at(self, step: int) -> Any:
         """Return the tokens of a step, [batch, context + 1]."""
-        position = self.state(step)["sequences"]
+        position = self._seen(step)
         return self._cut([self._sequence(position + i) for i in range(self.batch)])
 
     def held_out(self, number: int) -> Any:

@@ -275,7 +275,9 @@ class Presence:
             what = "its own work" if entry is None else entry[NOTE].text
             self._say(TOLD, what, ranks)  # whose answers count, and who ends now is not to blame
             self._consult(ranks or range(self.size), found)
-            if found[-1].how != UNKNOWN:
+            # Only a rank that waits can blame one that is late.
+            is_known = found[-1].is_sure if entry is None else found[-1].how != UNKNOWN
+            if is_known:
                 text = f"rank {self.rank}{self.place(self.rank)} was ended by its launcher in {what}"
                 words = f"{text}\n  {found[-1].sentence(self.place)}"
                 self.flight.write(text)

@@ -104,7 +104,7 @@ _WORDS = {
     GONE: "gone: ",
     RAISED: "gone: ",
     ENDED: "gone: ",
-    STOPPED: "silent: ",
+    STOPPED: "stopped: ",
     SILENT: "silent: ",
     ABSENT: "silent: ",
     BEHIND: "behind: ",
@@ -127,7 +127,7 @@ def judge(me: int, waited_for: Sequence[int], facts: Facts) -> Verdict:
     last = {event.rank: event for event in own_words}
     stopped = sorted(rank for rank, state in facts.states.items() if state == STOPPED)
     if stopped:
-        return Verdict(STOPPED, tuple(stopped), "stopped by a signal (SIGSTOP), not dead")
+        return Verdict(STOPPED, tuple(stopped), "by a signal (SIGSTOP), not dead")
     left: list[tuple[float, int, Verdict]] = []
     for rank, event in last.items():
         if event.kind in (RAISED, ENDED):

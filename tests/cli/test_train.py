@@ -164,6 +164,7 @@ def test_under_torchrun(ranks, tmp_path):
         (("--tensorboard",), "pip install tensorboard"),
         (("--compare", "nowhere"), "nowhere has no log.csv"),
         (("--width", "36", "--heads", "3", "--grid", "x=2"), "3 heads are split over x=2"),
+        (("--width", "16", "--heads", "4", "--grid", "x=3"), "fix: --width and --heads that the axes divide, or"),
     ],
 )
 def test_wrong_use(tmp_path, monkeypatch, arguments, message):
@@ -180,3 +181,4 @@ def test_a_text_that_is_too_short_and_a_checkpoint_of_another_model(tmp_path):
     assert train("--output", tmp_path / "out", "--steps", 1).exit_code == 0
     result = train("--output", tmp_path / "out", "--steps", 2, "--width", 64)
     assert result.exit_code == 2 and "has the shape (256, 32), that of the model (256, 64)" in result.stderr
+    assert "fix: the sizes, seed and data that the run in this folder began with" in " ".join(result.stderr.split())

@@ -13,6 +13,7 @@ from ndtp.cli.app import app
 from ndtp.cli.job import Job
 from ndtp.cli.train_data import DataError, PackedBatches, documents, files_of, tokenised
 from ndtp.cli.train_log import COLUMNS, LOG, live_table
+from ndtp.errors import CheckpointError
 from ndtp.models.byte_model import ByteModelSizes
 
 TEXT = "the quick brown fox jumps over the lazy dog and goes on to the next field of corn. "
@@ -120,6 +121,17 @@ def test_sequences_come_once_before_any_comes_again(tmp_path):
     other.resume({"step": 3, **packed.state(3)})
     rows = [row.tolist() for step in range(3, 6) for row in other.at(step)]
     assert rows == first[3].tolist() and other.state(6) == packed.state(4)
+    np.save(tmp_path / "others.npy", np.arange(1, 402, dtype=np.uint32))
+    saved = json.loads(json.dumps({"step": 3, **packed.state(3)}))
+    for changed, words in (
+        ({"seed": 7}, "seed 0, now 7"),
+        ({"context": 4}, "context 8, now 4"),
+        ({"tokens": tmp_path / "others.npy"}, "hash of the tokens .*, now"),
+    ):
+        another = PackedBatches(job(tmp_path, **{"tokens": tmp_path / "tokens.npy", **changed}))
+        with pytest.raises(CheckpointError, match=f"drawn its sequences by {words}"):
+            another.resume(saved)
+    other.resume({"step": 3, "sequences": 18})  # of a version that did not keep it
 
 
 def test_a_run_with_a_tokenizer_goes_on_on_another_grid(tmp_path):

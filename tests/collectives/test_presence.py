@@ -10,6 +10,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from ndtp.collectives.liveness import own_identity
 from ndtp.collectives.local_words import LocalWords
 from ndtp.collectives.notices import Notices
 from ndtp.collectives.presence import Presence
-from ndtp.collectives.verdict import ANSWER, LOST, RAISED, TOLD, Event
+from ndtp.collectives.verdict import ANSWER, BEHIND, GONE, LOST, RAISED, TOLD, Event, Verdict
 from ndtp.collectives.watch import failure
 from ndtp.measure.flight_records import read_flights
 from ndtp.measure.flight_report import report
@@ -201,6 +202,19 @@ def test_who_hears_of_a_loss_says_what_it_waits_in(monkeypatch, capfd):
             process.kill()
             if here is not None:
                 here.close()
+
+
+@pytest.mark.parametrize(("found", "is_said"), [(Verdict(BEHIND, (0,), "alive"), False), (Verdict(GONE, (0,)), True)])
+def test_a_rank_that_waits_for_nobody_blames_none_that_is_there(monkeypatch, capfd, found, is_said):
+    """Its launcher ended it alone, in its own work."""
+    monkeypatch.setattr("ndtp.collectives.presence.end_at_once", lambda: None)
+    me = mock.Mock(
+        _said="", rank=1, size=2, place=lambda rank: "", _consult=lambda ranks, verdicts: verdicts.append(found)
+    )
+    me.flight.waiting.return_value = None
+    Presence._end_as_told(me)
+    said = capfd.readouterr().err
+    assert ("rank 1 was ended by its launcher in its own work\n  gone: rank 0" in said) == is_said == bool(said)
 
 
 def _stat(pid):

@@ -95,6 +95,7 @@ def test_the_right_one_is_named(case):
     verdict = judge(0, (1, 2), facts)
     assert (verdict.how, verdict.ranks) == (how, ranks), verdict
     assert all(f"rank {rank}" in verdict.sentence() for rank in ranks)
+    assert how != STOPPED or verdict.sentence().startswith("stopped: rank"), "the word of `error.how`"
 
 
 def test_who_has_not_answered_is_not_known_to_be_behind():
