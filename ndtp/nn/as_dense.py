@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -37,7 +38,7 @@ class as_dense(TorchFunctionMode):  # used as `with ndtp.nn.as_dense():`
         split = [x for x in tensors if not is_plain(x)]
         if not split or name in AS_THEY_ARE:
             return func(*args, **kwargs)
-        if any(is_plain(x) and x.dim() for x in tensors):
+        if any(map(_is_of_numbers, tensors)):
             written = _tensors((args[:1] if _writes(name) else (), kwargs.get("out")))
             is_whole = all(map(is_plain, written))  # of what is written, if anything
             bring = _gathered if is_whole else _on_every_rank(split[0])
@@ -50,6 +51,11 @@ def _writes(name: str) -> bool:
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
     return name.endswith("_")
+
+
+def _is_of_numbers(x: Tensor) -> bool:
+    """Whether a plain tensor is more than a number, which DTensors take: a mask without dims is an index as well."""
+    return is_plain(x) and (x.dim() > 0 or x.dtype is torch.bool)
 
 
 def _tensors(x: Any) -> list[Tensor]:
@@ -76,7 +82,7 @@ def _gathered(x: Any) -> Tensor:
 
 def _on_every_rank(other: Any) -> Callable[[Tensor], Tensor]:
     def wrapped(x: Tensor) -> Tensor:
-        if not is_plain(x) or not x.dim():
+        if not _is_of_numbers(x):
             return x
         made = on_every_rank(x, other)
         return GridTensor(made) if type(other) is GridTensor else made  # or padding would count beside it

@@ -107,3 +107,38 @@ def check_bags():
 
 def test_bags(ranks):
     ranks(2).run(check_bags)
+
+
+class Quotients(nn.Module):
+    """A table as the product of two small ones, which the model's own code looks up (DLRM)."""
+
+    def __init__(self, bags):
+        super().__init__()
+        self.large, self.small = nn.Parameter(torch.randn(8, 12)), nn.Parameter(torch.randn(4, 12))
+        self.find, self.layer = F.embedding_bag if bags else F.embedding, nn.Linear(12, 6)
+
+    def forward(self, x):
+        rows = [self.find(ids, table, sparse=True) for ids, table in ((x // 4, self.large), (x % 4, self.small))]
+        return self.layer(rows[0] * rows[1])
+
+
+def check_read_sparsely(sizes):
+    mesh = mesh_of(Grid(**sizes))
+    for bags in (True, False):
+        torch.manual_seed(0)
+        dense, x = Quotients(bags), torch.randint(32, (4, 3))
+        model = ndtp.parallelize(copy.deepcopy(dense), mesh, scheme="1d", example=x)
+        parts = sizes.get("dp", 1)
+        for each, mine in ((dense, x), (model, x.chunk(parts)[mesh.coordinate["dp"] if parts > 1 else 0])):
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+            for _ in range(2):
+                each(mine).pow(2).mean().div(parts if each is model else 1).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        for mine, expected in zip(model.parameters(), dense.parameters(), strict=True):
+            torch.testing.assert_close(mine.full_tensor() if hasattr(mine, "full_tensor") else mine, expected)
+
+
+@pytest.mark.parametrize("sizes", [{"x": 2}, {"dp": 2}])
+def test_tables_that_code_reads_sparsely(ranks, sizes):
+    ranks(2).run(check_read_sparsely, sizes)

@@ -1,5 +1,7 @@
 """Torch's optimizers, clipping and scaling on a mix of split and plain parameters, in their foreach and fused forms."""
 
+import copy
+
 import torch
 from products import mesh_of
 from torch import nn
@@ -46,3 +48,33 @@ def check_pairs():
 
 def test_a_model_of_pairs(ranks):
     ranks(2).run(check_pairs)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(8, 6), nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.double()
+
+    def forward(self, x):
+        return self.scale * self.layer(x)
+
+
+def halved(model):
+    model(torch.arange(16.0, dtype=torch.float64).view(2, 8)).square().mean().backward()
+    with ndtp.nn.as_dense():
+        for p in model.parameters():
+            mask = p.grad.abs() > torch.zeros(()).lerp_(p.grad.abs().max().float(), 0.5)
+            p.grad[mask] = p.grad[mask] / 2
+    return [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
+
+
+def check_masks():
+    torch.manual_seed(0)
+    dense = Scaled()
+    model = ndtp.parallelize(copy.deepcopy(dense), mesh_of(Grid(x=2)), scheme="1d")
+    torch.testing.assert_close(halved(model), halved(dense))
+
+
+def test_masks_also_of_a_number(ranks):
+    ranks(2).run(check_masks)
