@@ -33,6 +33,7 @@ from ndtp.models.saving import saved_whole
 from ndtp.models.split_layers import AsStored, ObservedEmbedding, ObservedLinear, SharedInput
 from ndtp.models.table_settings import odd_settings, refuse_own_rows, setting_against
 from ndtp.models.torch_attention import ObservedPart, OpenedPart, open_to_split, with_parts
+from ndtp.models.tried_linear import computes_under_autocast
 from ndtp.nn.padding import row_multiple
 from ndtp.ops.lookup import LookupPlan
 from ndtp.runtime.process_grid import ProcessGrid
@@ -83,7 +84,7 @@ class AnyModel(Placing):
         self.twice = set() if seen is None else seen.twice
         parts = self._opened(modules, seen)
         seen = None if seen is None else with_parts(seen, parts)
-        layers = {name: m for name, m in modules.items() if is_linear(m) and not isinstance(m, Adopted)}
+        layers = {name: m for name, m in modules.items() if is_linear(m, casts=True) and not isinstance(m, Adopted)}
         self._unite(layers)
         tied = self._tied(modules, layers)
         for name, module in modules.items():
@@ -139,7 +140,9 @@ class AnyModel(Placing):
             self.kept[name] = f"{inside} to {outside} features: one cannot be split"
             return
         leads_in = isinstance(self.layouts_of(name), OfProduct) or self.leads_in.get(name, True)
+        is_own = isinstance(module, nn.Linear) and not computes_under_autocast(module)
         self._product(name, module, leads_in, sections=self._sections(name, outside, leads_in), kind=ObservedLinear)
+        module.is_own_under_autocast = is_own
         self.linears += 1
 
     def _product(self, name: str, module: Any, leads_in: bool, **options: Any) -> None:
@@ -378,7 +381,7 @@ def guessed_sides(modules: dict[str, nn.Module]) -> dict[str, bool]:
     """Guess the sides of layers without a run: a layer that takes the commonest number of features leads in, one
     that gives it leads out.
     """
-    sizes = {name: features(m) for name, m in modules.items() if is_linear(m)}
+    sizes = {name: features(m) for name, m in modules.items() if is_linear(m, casts=True)}
     hidden = Counter(n for pair in sizes.values() for n in pair).most_common(1)
     common = hidden[0][0] if hidden else 0
     found = {}

@@ -49,7 +49,7 @@ def best_for_products(
     sizes = [(up.in_features, up.out_features, pair.gate is not None) for up, pair in zip(ups, pairs, strict=True)]
     if not pairs:
         sizes = _blocks(model)
-    weights = [up.weight for up in ups] or [m.weight for m in model.modules() if is_linear(m)]
+    weights = [up.weight for up in ups] or [m.weight for m in model.modules() if is_linear(m, casts=True)]
     weights = weights or [p for p in model.parameters() if p.dim() > 1]
     dtype = str(weights[0].dtype).removeprefix("torch.") if weights else "float32"
     ranks = mesh.grid.num_ranks if mesh else dist.get_world_size() if dist.is_initialized() else 1
@@ -67,6 +67,6 @@ def _blocks(model: nn.Module) -> list[tuple[int, int, bool]]:
             attention: Any = module
             parts = [projection(attention, each) for each in INPUTS]
             counts.update(tuple(sorted(features(part))) for part in (*parts, attention.out_proj))
-        elif is_linear(module):
+        elif is_linear(module, casts=True):
             counts[tuple(sorted(features(module)))] += 1
     return [(small, large, False) for (small, large), n in counts.items() if small > 1 for _ in range(-(-n // 2))]

@@ -59,6 +59,8 @@ class CodeReads:
         if type(plain) is Tensor and not plain.is_meta and not is_plain(parameter):
             made = StandIn(plain, plain.data_ptr(), plain._version, version_of(parameter), torch.is_grad_enabled())
             self._stand_ins[id(parameter)] = made
+        if plain is not parameter:
+            carry_attributes(parameter, plain)
         return plain
 
     def take_back(self, parameter: Tensor) -> None:
@@ -108,6 +110,13 @@ class CodeReads:
             for x in tree_leaves(given):
                 if isinstance(x, Tensor) and not isinstance(x, left_out) and x.grad_fn is not None:
                     x.grad_fn.register_prehook(partial(_refuse_changed, read))
+
+
+def carry_attributes(parameter: Tensor, x: Tensor) -> None:
+    """Give what stands for a parameter the attributes that its model's code has put on the parameter."""
+    for key, value in vars(parameter).items():
+        if not key.startswith(("_", "ndtp_")):
+            vars(x)[key] = value
 
 
 def note_read(running: Sequence[CodeReads | None], parameter: Tensor, name: str) -> tuple[CodeReads, Tensor | None]:

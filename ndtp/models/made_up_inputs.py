@@ -47,7 +47,7 @@ def _first_inputs(model: nn.Module) -> Iterator[Tensor]:
                 yield torch.zeros(2, module.in_channels, side, side)
         elif isinstance(module, nn.Conv1d):
             yield torch.zeros(2, module.in_channels, 64)
-        elif is_linear(module):
+        elif is_linear(module, casts=True):
             count = features(module)[0]
             yield torch.zeros(2, 8, count)
             yield torch.zeros(2, count)

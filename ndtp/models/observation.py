@@ -395,6 +395,6 @@ def _hooked(model: nn.Module, watch: _Watch, found: Observation) -> Iterator[Any
         return hook
 
     for name, module in model.named_modules():
-        if is_linear(module):
+        if is_linear(module, casts=True):
             yield module.register_forward_pre_hook(before(name))
             yield module.register_forward_hook(after(name))

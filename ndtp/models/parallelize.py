@@ -15,6 +15,7 @@ from ndtp.algebra.schemes import BlockLayouts, block_layouts, known_scheme
 from ndtp.algebra.wire import Wire
 from ndtp.errors import LayoutError
 from ndtp.models.any_model import AnyModel
+from ndtp.models.asked_types import warn_of_asked_types
 from ndtp.models.auto_whole import plan_whole
 from ndtp.models.boundary import BoundaryLinear
 from ndtp.models.chosen_meshes import best_for_products, mesh_of_all_ranks
@@ -156,6 +157,7 @@ def parallelize(
     left = [name for name, value in values.items() if value is None]
     refuse_scripts(model)
     refuse_lazy(model)
+    warn_of_asked_types(model)
     set_hooked_apart(model)
     guard_backward_hooks()
     report, held = Report(plan=names.as_dict()), Held(model)

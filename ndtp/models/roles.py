@@ -90,10 +90,13 @@ def is_of_own_class(p: nn.Parameter) -> bool:
     return is_plain(p) and (type(p) not in (nn.Parameter, FakeTensor) or not is_number)
 
 
-def is_linear(module: Any) -> bool:
+def is_linear(module: Any, casts: bool = False) -> bool:
     """An `nn.Linear`, also of a class that computes the same, or transformers' Conv1D, with its weight as [in, out].
 
     Torch's own subclasses are none, whose weights are read past them, but for one whose `is_called` says otherwise.
+
+    Args:
+        casts: whether it may cast its weight to the dtype of its input, as a layer of a split tensor may.
     """
     if isinstance(module, nn.Linear):
         weight = module._parameters.get("weight")
@@ -102,7 +105,7 @@ def is_linear(module: Any) -> bool:
         kind = type(module)
         if kind is nn.Linear or getattr(module, "is_called", False):
             return True
-        return not kind.__module__.startswith("torch.") and computes_linear(module)
+        return not kind.__module__.startswith("torch.") and computes_linear(module, casts)
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 

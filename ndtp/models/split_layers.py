@@ -15,7 +15,7 @@ from ndtp.algebra.relayouts import RelayoutPlan
 from ndtp.compute.traces import is_autocast_on, refuse_traces
 from ndtp.errors import LayoutError
 from ndtp.models.adopted import Adopted
-from ndtp.models.code_reads import note_read
+from ndtp.models.code_reads import carry_attributes, note_read
 from ndtp.models.projections import Projection, mode_of, pre_hooks, products
 from ndtp.models.seen_weights import SeenWeights
 from ndtp.models.signatures import OF_TORCH, as_dense_input, input_by_name
@@ -150,6 +150,7 @@ class ReadAsSplit(Adopted):
         made = enter(here.view_as(here), Spec(self.context, tuple(lies.real), layout, padded, (), own))
         if isinstance(value, nn.Parameter):
             made.stands_for = value
+            carry_attributes(value, made)
         return made
 
     @contextmanager
@@ -169,12 +170,14 @@ class ObservedLinear(ReadAsSplit, Projection):
         context: of the model.
         turns: whether what it gives is to lie as what it takes, since the model adds one to the other.
         own_forward: of a class of the model's own, which may take inputs of another dtype than the weight's.
+        is_own_under_autocast: whether that gives something else there than a Linear does.
     """
 
     context: Context
     turns: bool
     group: Any
     own_forward: Any = None
+    is_own_under_autocast = False
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
@@ -200,7 +203,9 @@ class ObservedLinear(ReadAsSplit, Projection):
 
     def _is_of_another_dtype(self, x: Tensor) -> bool:
         weight = self._parameters.get("weight")
-        return weight is not None and x.dtype != weight.dtype and not is_autocast_on(x.device.type)
+        if is_autocast_on(x.device.type):
+            return self.is_own_under_autocast
+        return weight is not None and x.dtype != weight.dtype
 
     def given(self, y: Tensor, rows: Rows) -> Tensor:
         """Return the result as the model's code gets it, for an input whose leading dims became `rows`."""

@@ -1,11 +1,16 @@
-"""Does a subclass of `nn.Linear` with code of its own compute what an `nn.Linear` does?  It is tried on a few numbers.
+"""Does a subclass of `nn.Linear` with code of its own compute what an `nn.Linear` does?
 
 Many libraries have such a class: one that begins with other numbers, or casts its weight to the dtype of the input.
+Its code is read, since a trial cannot know on what else a result depends, and then tried on a few numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import builtins
+import dis
+import inspect
+import types
+from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,39 +20,87 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-_MOST_FEATURES = 64  # of a trial
 _LEADS = ((5,), (2, 3))
 _ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
-_SCALES = (1e-3, 1.0, 1e3)
-_PLAIN = (bool, int, float, str, type(None), torch.dtype)
-_FOUND: WeakKeyDictionary[type, dict[Any, bool]] = WeakKeyDictionary()
+# By class, and whether it has a bias: whether it computes a Linear without autocast, and under it.
+_FOUND: WeakKeyDictionary[type, dict[bool, tuple[bool, bool]]] = WeakKeyDictionary()
+
+# All that code may name which is taken for that of a Linear: its parameters, products, and dtypes.
+_GLOBALS = {"torch": torch, "nn": nn, "F": F, "functional": F, "linear": F.linear, "super": super}
+_CASTS = {"dtype", "to", "type", "type_as"}
+_NAMES = {*_GLOBALS, "matmul", "T", "t", "mT", "forward", "weight", "bias", "input"}
 
 
-def computes_linear(module: nn.Linear) -> bool:
+def computes_linear(module: nn.Linear, casts: bool = False) -> bool:
     """Return whether the code of a layer gives x W^T + b for all inputs of the weight's dtype, and the gradients of it.
 
-    It may do something else with inputs of another dtype, which an `nn.Linear` refuses.
+    Args:
+        casts: whether it may do something with inputs of another dtype, which an `nn.Linear` refuses.
     """
     kind, own = type(module), vars(module)
     weight = own["_parameters"].get("weight")
     if weight is None or not own["_parameters"].keys() <= {"weight", "bias"} or own["_buffers"] or own["_modules"]:
         return False
-    if tuple(weight.shape) != (module.out_features, module.in_features) or kind.__call__ is not nn.Module.__call__:
+    if tuple(weight.shape) != (module.out_features, module.in_features) or not weight.is_floating_point():
         return False
-    if kind.forward is nn.Linear.forward:
-        return True
-    others = {key: value for key, value in own.items() if not key.startswith("_") and key != "training"}
-    if not all(isinstance(value, _PLAIN) for value in others.values()):
-        return False  # a trial could change what others hold
-    key = (own["_parameters"].get("bias") is None, *others.items())
-    found = _FOUND.setdefault(kind, {})
-    if key not in found:
-        found[key] = _is_linear_in_a_trial(module)
-    return found[key]
+    classes = kind.__mro__[: kind.__mro__.index(nn.Linear)]
+    if _has_own_attributes(own, *map(vars, classes)) or not _has_code_of_a_module(kind):
+        return False
+    forwards = [vars(each)["forward"] for each in classes if "forward" in vars(each)]
+    if not all(_is_plain(forward, casts) for forward in forwards):
+        return False
+    return not forwards or _tried(module)[0]
 
 
-def _is_linear_in_a_trial(module: nn.Linear) -> bool:
-    """Run a layer of the same class and attributes, with numbers and few features of its own."""
+def computes_under_autocast(module: nn.Linear) -> bool:
+    """Return whether a layer that computes a Linear gives what an `nn.Linear` does under autocast, its dtype too."""
+    return type(module).forward is nn.Linear.forward or _tried(module)[1]
+
+
+def _tried(module: nn.Linear) -> tuple[bool, bool]:
+    found, has_bias = _FOUND.setdefault(type(module), {}), module.bias is not None
+    if has_bias not in found:
+        found[has_bias] = _is_linear_in_trials(module, False), _is_linear_in_trials(module, True)
+    return found[has_bias]
+
+
+def _has_own_attributes(*namespaces: Mapping[str, Any]) -> bool:
+    """Return whether what the code names may be something else than of torch: of a layer, or of its classes."""
+    own = {*namespaces[0], *(name for names in namespaces[1:] for name in names if name != "forward")}
+    return not own.isdisjoint(_NAMES | _CASTS)
+
+
+def _has_code_of_a_module(kind: Any) -> bool:
+    """Return whether torch's own code calls a layer of a class and finds its parameters."""
+    return all(getattr(kind, x) is getattr(nn.Module, x) for x in ("__call__", "__getattr__", "__getattribute__"))
+
+
+def _is_plain(forward: Any, casts: bool) -> bool:
+    """Return whether code names nothing but an input and a Linear's parameters, products of them, and dtypes."""
+    if not isinstance(forward, types.FunctionType) or hasattr(forward, "__wrapped__") or forward.__kwdefaults__:
+        return False
+    code = forward.__code__
+    if code.co_argcount != 2 or code.co_kwonlyargcount or code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS):
+        return False
+    if not {*code.co_names, *code.co_freevars} <= {"__class__", *_NAMES, *(_CASTS if casts else ())}:
+        return False
+    for step in dis.get_instructions(code):
+        if step.opname.startswith(("STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "DELETE")):
+            return False
+        if step.opname == "LOAD_GLOBAL":
+            name, unknown = step.argval, object()
+            if forward.__globals__.get(name, getattr(builtins, name, unknown)) is not _GLOBALS.get(name):
+                return False
+    return all(x is None or x == forward.__doc__ or _is_names(x) for x in code.co_consts)
+
+
+def _is_names(x: Any) -> bool:
+    """Return whether a constant is the names of arguments."""
+    return isinstance(x, tuple) and all(name in (*_NAMES, "dtype") for name in x)
+
+
+def _is_linear_in_trials(module: nn.Linear, is_cast: bool) -> bool:
+    """Run layers of the same class with numbers and few features of their own."""
     try:
         with (
             _disable_current_modes(),
@@ -55,45 +108,40 @@ def _is_linear_in_a_trial(module: nn.Linear) -> bool:
             torch.inference_mode(False),
             torch.enable_grad(),
             torch.autocast("cpu", enabled=False),
-            torch.random.fork_rng(devices=()),
-            torch.device("cpu"),
         ):
-            return all(_is_same(*trial) for trial in _trials(module))
-    except Exception:  # code that wants something else than a few rows on the CPU
+            return all(_is_same(*trial, is_cast) for trial in _trials(module))
+    except Exception:  # code that gives something else than a tensor, or wants more dims
         return False
 
 
 def _trials(module: nn.Linear) -> Iterator[tuple[Any, Tensor, list[Tensor]]]:
-    """Yield a layer, an input and the layer's parameters."""
-    generator = torch.Generator().manual_seed(0)
-    inside, outside = (min(n, _MOST_FEATURES) for n in (module.in_features, module.out_features))
-    for dtype, scale, lead, training in product(_ROUNDING, _SCALES, _LEADS, (True, False)):
-        shapes = [(outside, inside)] + [(outside,)] * (module.bias is not None)
+    """Yield a layer, an input, and the layer's parameters."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    inside, outside = 5, 3
+    for dtype, lead in product(_ROUNDING, _LEADS):
+        shapes = [(*lead, inside), (outside, inside)] + [(outside,)] * (module.bias is not None)
         x, *parameters = (
-            torch.randn(shape, generator=generator, dtype=torch.float64).mul(by).to(dtype).requires_grad_()
-            for shape, by in zip([(*lead, inside), *shapes], (scale, 1.0, 1.0), strict=False)
+            torch.randn(shape, generator=generator, dtype=dtype, device="cpu").requires_grad_() for shape in shapes
         )
         layer = type(module).__new__(type(module))
-        vars(layer).update(vars(nn.Module()) | {k: v for k, v in vars(module).items() if not k.startswith("_")})
-        layer.in_features, layer.out_features, layer.training = inside, outside, training
+        nn.Module.__init__(layer)
+        layer.in_features, layer.out_features = inside, outside
         own: Any = dict(zip(("weight", "bias"), [*map(nn.Parameter, parameters), None], strict=False))
         vars(layer)["_parameters"] = own
         yield layer, x, [p for p in own.values() if p is not None]
 
 
-def _is_same(layer: Any, x: Tensor, parameters: list[Tensor]) -> bool:
-    """Return whether a layer gives what an `nn.Linear` with its parameters does, and leaves nothing behind."""
-    before = dict(vars(layer))
-    y, expected = layer.forward(x), F.linear(x, *parameters)
-    if vars(layer).keys() != before.keys() or any(vars(layer)[key] is not value for key, value in before.items()):
-        return False
+def _is_same(layer: Any, x: Tensor, parameters: list[Tensor], is_cast: bool) -> bool:
+    """Return whether a layer gives what an `nn.Linear` with its parameters does, perhaps with products of 16 bits."""
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_cast):
+        y, expected = layer.forward(x), F.linear(x, *parameters)
     if type(y) is not Tensor or (y.shape, y.dtype) != (expected.shape, expected.dtype) or not y.requires_grad:
         return False
-    slope = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view(y.shape).to(y.dtype)
+    slope = torch.linspace(-1, 1, y.numel(), device="cpu").view(y.shape).to(y.dtype)
     operands = [x, *parameters]
     mine, theirs = (torch.autograd.grad(each, operands, slope, allow_unused=True) for each in (y, expected))
-    return all(a is not None and _is_near(a, b) for a, b in zip((y, *mine), (expected, *theirs), strict=True))
-
-
-def _is_near(x: Tensor, expected: Tensor) -> bool:
-    return bool((x - expected).abs().max() <= _ROUNDING[x.dtype] * expected.abs().max())
+    rounding = _ROUNDING[y.dtype]
+    return all(
+        a is not None and bool((a - b).abs().max() <= rounding * b.abs().max())
+        for a, b in zip((y, *mine), (expected, *theirs), strict=True)
+    )

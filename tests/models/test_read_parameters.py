@@ -135,3 +135,28 @@ def check_plain():
 
 def test_writes_to_lists_are_counted(ranks):
     ranks(2).run(check_plain)
+
+
+class Marked(nn.Linear):
+    """A weight with an attribute of the model's own, which its code asks for."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.weight.gain, self.own, self.small = 2.0, nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(()))
+        self.own.gain, self.small.gain = 3.0, 5.0
+
+    def forward(self, x):
+        gains = [getattr(p, "gain", 1.0) for p in (self.weight, self.own, self.small)]
+        return super().forward(x) * gains[0] * (self.own * gains[1]) + self.small * gains[2]
+
+
+def check_marks():
+    torch.manual_seed(0)
+    x, model = torch.randn(4, 8), nn.Sequential(nn.Linear(8, 8), Marked(8, 8))
+    expected = model(x).detach()
+    y = ndtp.parallelize(model, mesh_of(Grid(x=2)), scheme="1d", example=x)(x)
+    torch.testing.assert_close(y.gathered() if hasattr(y, "gathered") else y, expected, msg=str)
+
+
+def test_attributes_of_parameters_are_found(ranks):
+    ranks(2).run(check_marks)

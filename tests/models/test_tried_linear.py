@@ -34,10 +34,27 @@ class ByHand(nn.Linear):
 
 
 class Scaled(nn.Linear):
-    scale = 2.0
+    scale = 1.0  # until somebody changes it
 
     def forward(self, x):
         return super().forward(x) * self.scale
+
+
+class Private(nn.Linear):
+    _gain = 1.0
+
+    def forward(self, x):
+        return super().forward(x) * self._gain
+
+
+class ByWidth(nn.Linear):
+    def forward(self, x):
+        return super().forward(x * (5 / self.in_features))
+
+
+class ByMark(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * getattr(self.weight, "gain", 1.0)
 
 
 class Detached(nn.Linear):
@@ -45,14 +62,20 @@ class Detached(nn.Linear):
         return F.linear(x, self.weight.detach(), self.bias)
 
 
+class WithoutGradient(nn.Linear):
+    def forward(self, x):
+        with torch.no_grad():
+            return super().forward(x)
+
+
 class Clamped(nn.Linear):
     def forward(self, x):
-        return F.linear(x.clamp(-100, 100), self.weight, self.bias)
+        return F.linear(x.clamp(-1e6, 1e6), self.weight, self.bias)
 
 
-class Dropping(nn.Linear):
+class ByRows(nn.Linear):
     def forward(self, x):
-        return F.linear(F.dropout(x, 0.5, self.training), self.weight, self.bias)
+        return super().forward(x) if x.numel() < 1000 else x
 
 
 class Keeping(nn.Linear):
@@ -61,19 +84,47 @@ class Keeping(nn.Linear):
         return super().forward(x)
 
 
-class Counting(nn.Linear):
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.seen = []
-
+class WithoutBias(nn.Linear):
     def forward(self, x):
-        self.seen.append(x.shape)
+        y = super().forward(x)
+        self.bias = None
+        return y
+
+
+SEEN = []
+
+
+class Telling(nn.Linear):
+    def forward(self, x):
+        SEEN.append(x)
         return super().forward(x)
 
 
-class Wider(nn.Linear):
+class CastingBack(nn.Linear):
+    """Under autocast it gives another dtype than an `nn.Linear`."""
+
     def forward(self, x):
-        return super().forward(x.float()).to(x.dtype)
+        return super().forward(x).to(x.dtype)
+
+
+class More(nn.Linear):
+    def forward(self, x, factor=None):
+        return super().forward(x) if factor is None else super().forward(x * factor)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        y = F.linear(x, self.weight, self.bias)
+        return y + y
+
+
+class OfItsOwn(nn.Linear):
+    def forward(self, x):
+        return linear(x, self.weight, self.bias)
+
+
+def linear(x, weight, bias):
+    return F.linear(x, weight, bias).tanh()
 
 
 class Masked(nn.Linear):
@@ -85,29 +136,69 @@ class Masked(nn.Linear):
         return F.linear(x, self.weight * self.mask, self.bias)
 
 
+class Computed(nn.Linear):
+    weight = property(lambda self: self._parameters["weight"] * 2)
+
+
+class Called(nn.Linear):
+    def __call__(self, x):
+        return super().__call__(x) * 2
+
+
+class OverScaled(Scaled):
+    def forward(self, x):
+        return super().forward(x)
+
+
+class WithAWayOfItsOwn(nn.Linear):
+    def matmul(self, x):
+        return (x @ self.weight.T).tanh()
+
+    def forward(self, x):
+        return self.matmul(x) + self.bias
+
+
+OTHERS = [
+    WithAWayOfItsOwn, Scaled, Private, ByWidth, ByMark, Detached, WithoutGradient, Clamped, ByRows, Keeping,
+    WithoutBias, Telling, More, Doubled, OfItsOwn, Masked, Called, OverScaled,
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("kind", [Casting, ByHand])
+@pytest.mark.parametrize("kind", [Casting, CastingBack, ByHand])
 def test_what_computes_the_same_is_one(kind, bias):
-    assert is_linear(kind(16, 100, bias))
+    assert is_linear(kind(16, 100, bias), casts=True)
 
 
 def test_a_subclass_without_code_is_one():
     assert is_linear(Begun(16, 8))
 
 
-@pytest.mark.parametrize("kind", [Scaled, Detached, Clamped, Dropping, Keeping, Counting, Wider, Masked])
+@pytest.mark.parametrize("kind", OTHERS)
 def test_what_computes_or_does_something_else_is_none(kind):
     layer = kind(16, 8)
-    assert not is_linear(layer) and not getattr(layer, "seen", None) and not hasattr(layer, "last")
+    assert not is_linear(layer, casts=True) and layer.bias is not None and not SEEN
+
+
+def test_a_weight_that_is_computed_is_no_parameter():
+    layer = nn.Linear(4, 4)
+    layer.__class__ = Computed
+    assert not is_linear(layer, casts=True)
+
+
+def test_one_that_casts_is_told_apart():
+    assert not is_linear(Casting(4, 4)) and is_linear(ByHand(4, 4)) and is_linear(Begun(4, 4))
 
 
 def test_a_trial_computes_with_numbers_also_where_nothing_has_any():
+    class Fresh(Casting):
+        pass
+
+    class FreshDouble(Doubled):
+        pass
+
     with FakeTensorMode(), torch.device("meta"), torch.no_grad():
-
-        class OfItsOwn(Casting):
-            pass
-
-        assert is_linear(OfItsOwn(4, 4)) and not is_linear(Scaled(5, 4))
+        assert is_linear(Fresh(4, 4), casts=True) and not is_linear(FreshDouble(4, 4), casts=True)
 
 
 class Model(nn.Module):
@@ -122,6 +213,32 @@ class Model(nn.Module):
         x = self.table(ids).to(self.dtype)
         x = x + self.down(F.relu(self.up(x)))
         return F.cross_entropy(self.head(x).flatten(0, 1).float(), ids.flatten())
+
+
+def check_autocast(kind, sizes):
+    """A layer that gives another dtype there runs its own code."""
+    ids = torch.arange(24).view(4, 6)
+    torch.manual_seed(0)
+    dense = Model(kind, torch.float32)
+    model = ndtp.parallelize(copy.deepcopy(dense), mesh_of(Grid(sizes)), example=ids)
+    assert str(model.ndtp_report).startswith("replaced 3 of 3 Linears")
+    seen = []
+    for each in (dense, model):
+        each.up.register_forward_hook(lambda module, args, y: seen.append(y.dtype))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            seen.append(each(ids))
+        seen[-1].backward()
+    (one, expected, other, found), rounding = seen, {"rtol": 2e-2, "atol": 2e-3}
+    assert one == other, seen
+    torch.testing.assert_close(found.detach(), expected.detach(), **rounding)
+    for mine, theirs in zip(model.parameters(), dense.parameters(), strict=True):
+        grad = mine.grad.full_tensor() if hasattr(mine.grad, "full_tensor") else mine.grad
+        torch.testing.assert_close(grad, theirs.grad, **rounding)
+
+
+@pytest.mark.parametrize("kind", [Casting, CastingBack, ByHand])
+def test_under_autocast(ranks, kind):
+    ranks(2).run(check_autocast, kind, {"x": 2})
 
 
 def check(kind, dtype, sizes):
