@@ -22,9 +22,9 @@ def warn_of_asked_types(model: nn.Module) -> None:
     for kind in {type(module): None for module in model.modules()}:
         for code, line in _places(kind):
             warnings.warn(
-                f"ndtp: the code of {kind.__name__} compares a type with torch.Tensor ({code.co_filename}, line {line}); "
-                "what a split layer gives is of a class that derives from it, so that this code may go another way than in "
-                "the dense model\n  fix: isinstance(x, torch.Tensor)",
+                f"ndtp: the code of {kind.__name__} compares a type with torch.Tensor ({code.co_filename}, "
+                f"line {line}); what a split layer gives is of a class that derives from it, so that this code may go "
+                "another way than in the dense model\n  fix: isinstance(x, torch.Tensor)",
                 stacklevel=3,
             )
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -31,6 +32,26 @@ class AtWork:
     """The class of such a root."""
 
 
+class RootRows(OwnRows):
+    """The ranks that have other rows, for the code of a root."""
+
+    def __init__(self, frame: Frame, name: str) -> None:
+        super().__init__(frame.mesh, frame.outside.dims[0], name)
+        self.frame = frame
+
+    @contextmanager
+    def while_running(self) -> Iterator[None]:
+        """A context in which code of the model runs again, as in its forward: it reads parameters as it did there."""
+        reads = CodeReads()
+        self.frame.running.append(reads)
+        try:
+            with super().while_running():
+                yield
+        finally:
+            self.frame.running.pop()
+        reads.watch(())
+
+
 def reads_parameters(model: nn.Module, frame: Frame, compiles: bool = False) -> None:
     """Let a model's methods note which parameters their code reads; a backward after they changed is refused.
 
@@ -41,12 +62,12 @@ def reads_parameters(model: nn.Module, frame: Frame, compiles: bool = False) -> 
     if isinstance(model, AtWork):
         return
     made = {"__module__": theirs.__module__, "__qualname__": theirs.__qualname__}
-    rows = OwnRows(frame.mesh, frame.outside.dims[0], theirs.__name__)
+    rows = RootRows(frame, theirs.__name__)
     methods = {name: _noting(theirs, name, frame, rows, compiles) for name in ("forward", *computing(theirs))}
     model.__class__ = made_class(theirs.__name__, (AtWork, theirs), made | methods)
 
 
-def _noting(theirs: Any, name: str, frame: Frame, rows: OwnRows, compiles: bool) -> Any:
+def _noting(theirs: Any, name: str, frame: Frame, rows: RootRows, compiles: bool) -> Any:
     method = getattr(theirs, name)
     is_synced = "synced_gpus" in inspect.signature(method).parameters  # `generate` of transformers
 
@@ -58,7 +79,7 @@ def _noting(theirs: Any, name: str, frame: Frame, rows: OwnRows, compiles: bool)
         if is_synced and rows.axes:
             _refuse_drafts(theirs.__name__, self, kwargs)
             kwargs["synced_gpus"] = True  # ranks whose rows have ended call on until all others' have
-        if name != "forward" and (frame.running or rows.is_at_work):  # called by what notes already, or did
+        if name != "forward" and frame.running:  # called by what notes already
             return method(self, *args, **kwargs)
         reads = CodeReads()
         frame.running.append(reads)

@@ -76,11 +76,6 @@ class OwnRows:
                 stacklevel=1,  # whoever calls, so that Python tells it once
             )
 
-    @property
-    def is_at_work(self) -> bool:
-        """Whether the code of the model runs in this thread."""
-        return self in AT_WORK.models
-
     @contextmanager
     def while_running(self) -> Iterator[None]:
         """A context in which the model's code runs."""

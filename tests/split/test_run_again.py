@@ -16,7 +16,7 @@ import ndtp
 from ndtp import Grid
 
 HIDDEN, IDS = 16, torch.arange(32).view(4, 8) % 24
-KINDS = ("loss", "nested", "collective")
+KINDS = ("loss", "nested", "collective", "reads")
 
 
 class Model(nn.Module):
@@ -26,10 +26,14 @@ class Model(nn.Module):
         self.once = partial(checkpoint, use_reentrant=is_reentrant)
         self.other_way = partial(checkpoint, use_reentrant=not is_reentrant)
         self.table, self.inner, self.head = nn.Embedding(24, HIDDEN), nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, 24)
-        self.scale = nn.Parameter(torch.rand(HIDDEN) + 0.5)
+        self.scale, self.matrix = nn.Parameter(torch.rand(HIDDEN) + 0.5), nn.Parameter(torch.rand(HIDDEN, HIDDEN))
 
     def logits(self, x):
         return self.head(x)
+
+    def block(self, x):
+        self.runs += 1
+        return torch.tanh(self.inner(x) @ self.matrix) * self.scale
 
     def forward(self, ids):
         logits, x = self.logits, torch.relu(self.inner(self.table(ids)))
@@ -51,30 +55,36 @@ class Model(nn.Module):
 
         if self.kind == "loss":
             return self.once(loss, x)
+        if self.kind == "reads":
+            return self.once(self.block, self.once(self.block, x)).square().sum()
         if self.kind == "nested":
             return self.once(lambda x: self.other_way(of_code, x), x).square().mean()
         return self.once(collective, x).square().mean()
 
 
-def check(kind, is_reentrant):
+def check(kind, is_reentrant, sizes):
     torch.manual_seed(0)
     dense = Model(kind, is_reentrant).double()
-    model = ndtp.parallelize(copy.deepcopy(dense), mesh_of(Grid(x=2)), scheme="1d-sp", example=IDS)
+    mesh = mesh_of(Grid(**sizes))
+    mine = IDS.chunk(sizes.get("dp", 1))[mesh.coordinate.get("dp", 0)]
+    model = ndtp.parallelize(copy.deepcopy(dense), mesh, scheme="1d-sp", example=mine)
     with mock.patch.object(dist, "is_initialized", lambda: False):
         expected = dense(IDS)
         expected.backward()
     model.runs = 0
-    found = model(IDS)
-    assert model.runs == 1, "what a checkpoint holds is not run again before backward"
+    found = model(mine)
+    before = model.runs
     found.backward()
-    assert model.runs == dense.runs
-    torch.testing.assert_close(found.detach(), expected.detach())
-    for (name, mine), theirs in zip(model.named_parameters(), dense.parameters(), strict=True):
+    assert model.runs == dense.runs == 2 * before, "nothing is run again before backward"
+    if "dp" not in sizes:
+        torch.testing.assert_close(found.detach(), expected.detach())
+    for (name, p), theirs in zip(model.named_parameters(), dense.parameters(), strict=True):
         if theirs.grad is not None:
-            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, msg=name)
+            torch.testing.assert_close(p.grad.full_tensor(), theirs.grad, msg=name)
 
 
 @pytest.mark.parametrize("is_reentrant", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_code_that_is_run_again(ranks, kind, is_reentrant):
-    ranks(2).run(check, kind, is_reentrant)
+    sizes = {"dp": 2, "x": 2} if kind == "reads" else {"x": 2}
+    ranks(2 * len(sizes)).run(check, kind, is_reentrant, sizes)
