@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 _LEADS = ((5,), (2, 3))
 _ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
-# By class, and whether it has a bias: whether it computes a Linear without autocast, and under it.
-_FOUND: WeakKeyDictionary[type, dict[bool, tuple[bool, bool]]] = WeakKeyDictionary()
+# By class, its code, and whether it has a bias: whether it computes a Linear without autocast, and under it.
+_FOUND: WeakKeyDictionary[type, dict[Any, tuple[bool, bool]]] = WeakKeyDictionary()
 
 # All that code may name which is taken for that of a Linear: its parameters, products, and dtypes.
 _GLOBALS = {"torch": torch, "nn": nn, "F": F, "functional": F, "linear": F.linear, "super": super}
@@ -58,10 +58,12 @@ def computes_under_autocast(module: nn.Linear) -> bool:
 
 
 def _tried(module: nn.Linear) -> tuple[bool, bool]:
-    found, has_bias = _FOUND.setdefault(type(module), {}), module.bias is not None
-    if has_bias not in found:
-        found[has_bias] = _is_linear_in_trials(module, False), _is_linear_in_trials(module, True)
-    return found[has_bias]
+    kind: Any = type(module)
+    forwards = tuple(vars(each).get("forward") for each in kind.__mro__)
+    found, key = _FOUND.setdefault(kind, {}), (module.bias is None, forwards)
+    if key not in found:
+        found[key] = _is_linear_in_trials(module, False), _is_linear_in_trials(module, True)
+    return found[key]
 
 
 def _has_own_attributes(*namespaces: Mapping[str, Any]) -> bool:
