@@ -59,8 +59,8 @@ def computes_under_autocast(module: nn.Linear) -> bool:
 
 def _tried(module: nn.Linear) -> tuple[bool, bool]:
     kind: Any = type(module)
-    forwards = tuple(vars(each).get("forward") for each in kind.__mro__)
-    found, key = _FOUND.setdefault(kind, {}), (module.bias is None, forwards)
+    codes = tuple(getattr(vars(each).get("forward"), "__code__", None) for each in kind.__mro__)
+    found, key = _FOUND.setdefault(kind, {}), (module.bias is None, codes)
     if key not in found:
         found[key] = _is_linear_in_trials(module, False), _is_linear_in_trials(module, True)
     return found[key]
