@@ -242,11 +242,13 @@ class PackedBatches:
         Raises:
             CheckpointError: its sequences came in another order, or are others: some would come again before all came.
         """
-        before = state.get("order", self._order_of)
+        if "sequences" not in state:
+            raise CheckpointError("the run has drawn from a text, and there is --data now")
+        before = state.get("order", self._order_of)  # older ones do not tell
         other = [f"{key} {before.get(key)}, now {own}" for key, own in self._order_of.items() if before.get(key) != own]
         if other:
             raise CheckpointError(f"the run has drawn its sequences by {'; '.join(other)}")
-        self._first, self._before = int(state["step"]), int(state.get("sequences", int(state["step"]) * self.batch))
+        self._first, self._before = int(state["step"]), int(state["sequences"])
 
     def state(self, step: int) -> dict[str, Any]:
         return {"sequences": self._seen(step), "order": self._order_of}

@@ -250,7 +250,13 @@ class Batches:
         return self.batch * self.context
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Nothing is to be kept: the batch of a step follows from the seed and its number."""
+        """Nothing is to be kept: the batch of a step follows from the seed and its number.
+
+        Raises:
+            CheckpointError: the run has drawn sequences of a data set, each once.
+        """
+        if "sequences" in state:
+            raise CheckpointError("the run has drawn its sequences from --data, and there is none now")
 
     def state(self, step: int) -> dict[str, int]:
         return {}

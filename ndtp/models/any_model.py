@@ -140,7 +140,7 @@ class AnyModel(Placing):
             self.kept[name] = f"{inside} to {outside} features: one cannot be split"
             return
         leads_in = isinstance(self.layouts_of(name), OfProduct) or self.leads_in.get(name, True)
-        is_own = isinstance(module, nn.Linear) and not computes_under_autocast(module)
+        is_own = isinstance(module, nn.Linear) and not computes_under_autocast(module)  # asked before its class changes
         self._product(name, module, leads_in, sections=self._sections(name, outside, leads_in), kind=ObservedLinear)
         module.is_own_under_autocast = is_own
         self.linears += 1

@@ -6,9 +6,11 @@ Python asks nobody what `type(x)` is, so nothing can answer there as for the den
 from __future__ import annotations
 
 import dis
+import inspect
 import types
 import warnings
 from collections.abc import Iterator
+from itertools import takewhile
 from typing import Any
 
 from torch import nn
@@ -19,8 +21,12 @@ _KNOWN = ("torch.", "ndtp.", "transformers.")  # code that was tried, class by c
 
 def warn_of_asked_types(model: nn.Module) -> None:
     """Warn of each place in the code of a model's forward that compares the type of something with `torch.Tensor`."""
+    told = set()
     for kind in {type(module): None for module in model.modules()}:
         for code, line in _places(kind):
+            if (code, line) in told:
+                continue
+            told.add((code, line))
             warnings.warn(
                 f"ndtp: the code of {kind.__name__} compares a type with torch.Tensor ({code.co_filename}, "
                 f"line {line}); what a split layer gives is of a class that derives from it, so that this code may go "
@@ -31,20 +37,26 @@ def warn_of_asked_types(model: nn.Module) -> None:
 
 def _places(kind: Any) -> Iterator[tuple[types.CodeType, int]]:
     """Yield where a class asks, in its forward and in the methods and functions beside it that this names."""
-    waiting, seen = [getattr(kind, "forward", None)], set()
+    waiting, seen = [inspect.getattr_static(kind, "forward", None)], set()
     while waiting:
-        method: Any = waiting.pop()
-        while hasattr(method, "__wrapped__"):
-            method = method.__wrapped__
-        if not isinstance(method, types.FunctionType) or method in seen or method.__module__.startswith(_KNOWN):
+        method = _function(waiting.pop())
+        if method is None or method in seen:
             continue
         seen.add(method)
         for code in _parts(method.__code__):
             yield from ((code, line) for line in _lines(code))
             for name in code.co_names:
-                beside = method.__globals__.get(name)
-                is_beside = getattr(beside, "__module__", None) == method.__module__
-                waiting += [getattr(kind, name, None), *([beside] if is_beside else [])]
+                beside = _function(method.__globals__.get(name))
+                is_beside = beside is not None and beside.__module__ == method.__module__
+                waiting += [inspect.getattr_static(kind, name, None), *([beside] if is_beside else [])]
+
+
+def _function(x: Any) -> types.FunctionType | None:
+    """Return the function that a method is, below its decorators; None for what is none, and for code that is known."""
+    x = x.__func__ if isinstance(x, (classmethod, staticmethod)) else x
+    while isinstance(x, types.FunctionType) and "__wrapped__" in vars(x):
+        x = vars(x)["__wrapped__"]
+    return x if isinstance(x, types.FunctionType) and not str(x.__module__).startswith(_KNOWN) else None
 
 
 def _parts(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -55,15 +67,18 @@ def _parts(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _lines(code: types.CodeType) -> Iterator[int]:
-    """Yield the lines in which code compares `type(x)` or `x.__class__`, or its name, with `Tensor`."""
+    """Yield the lines in which code compares `type(x)` or `x.__class__`, or `type(x).__name__`, with `Tensor`."""
     if "Tensor" not in (*code.co_names, *code.co_freevars, *code.co_consts):
         return
     steps = list(dis.get_instructions(code))
     for i, step in enumerate(steps):
         if step.argval != "Tensor" or not step.opname.startswith("LOAD"):
             continue
-        before, after = steps[max(0, i - _REACH) : i], steps[i + 1 : i + 5]
+        before = steps[max(0, i - _REACH) : i]
+        among = list(takewhile(lambda each: each.opname.startswith(("LOAD", "BUILD")), steps[i + 1 :]))
+        after = steps[i + 1 + len(among)] if i + 1 + len(among) < len(steps) else step
         is_asked = any(each.argval in ("type", "__class__") for each in before if each.opname.startswith("LOAD"))
-        is_one = after and (after[0].opname == "IS_OP" or (after[0].opname == "COMPARE_OP" and "=" in after[0].argrepr))
-        if is_asked and (is_one or any(each.opname == "CONTAINS_OP" for each in after)):
+        is_one = after.opname == "IS_OP" or (after.opname == "COMPARE_OP" and "=" in after.argrepr)
+        is_of_several = after.opname == "CONTAINS_OP" and any(each.opname.startswith("BUILD") for each in among)
+        if is_asked and ((is_one and not among) or is_of_several):
             yield [line for offset, line in dis.findlinestarts(code) if offset <= step.offset][-1] or 0

@@ -41,7 +41,7 @@ class RootRows(OwnRows):
 
     @contextmanager
     def while_running(self) -> Iterator[None]:
-        """A context in which code of the model runs again, as in its forward: it reads parameters as it did there."""
+        """A context in which code of the model runs again, in a checkpoint's backward, as in the model's forward."""
         reads = CodeReads()
         self.frame.running.append(reads)
         try:
@@ -49,7 +49,7 @@ class RootRows(OwnRows):
                 yield
         finally:
             self.frame.running.pop()
-        reads.watch(())
+            reads.watch(())  # a checkpoint stops its code by an exception as soon as it has all that was saved
 
 
 def reads_parameters(model: nn.Module, frame: Frame, compiles: bool = False) -> None:
@@ -62,12 +62,12 @@ def reads_parameters(model: nn.Module, frame: Frame, compiles: bool = False) -> 
     if isinstance(model, AtWork):
         return
     made = {"__module__": theirs.__module__, "__qualname__": theirs.__qualname__}
-    rows = RootRows(frame, theirs.__name__)
-    methods = {name: _noting(theirs, name, frame, rows, compiles) for name in ("forward", *computing(theirs))}
+    model.ndtp_rows = RootRows(frame, theirs.__name__)  # type: ignore[assignment]
+    methods = {name: _noting(theirs, name, compiles) for name in ("forward", *computing(theirs))}
     model.__class__ = made_class(theirs.__name__, (AtWork, theirs), made | methods)
 
 
-def _noting(theirs: Any, name: str, frame: Frame, rows: RootRows, compiles: bool) -> Any:
+def _noting(theirs: Any, name: str, compiles: bool) -> Any:
     method = getattr(theirs, name)
     is_synced = "synced_gpus" in inspect.signature(method).parameters  # `generate` of transformers
 
@@ -76,6 +76,8 @@ def _noting(theirs: Any, name: str, frame: Frame, rows: RootRows, compiles: bool
         refuse_traces(theirs.__name__, exports=False)
         if compiles and torch.compiler.is_compiling():
             return method(self, *args, **kwargs)
+        rows: RootRows = vars(self)["ndtp_rows"]  # of this model: a copy has its own
+        frame = rows.frame
         if is_synced and rows.axes:
             _refuse_drafts(theirs.__name__, self, kwargs)
             kwargs["synced_gpus"] = True  # ranks whose rows have ended call on until all others' have

@@ -19,6 +19,9 @@ from ndtp.errors import LayoutError
 from ndtp.runtime.arrival import is_plain, local_of
 from ndtp.runtime.versions import refuse_changed, version_of
 
+# Of a tensor on the grid, of DTensor, and of a split tensor.
+OWN_ATTRIBUTES = {"_dtensor", "_is_param", "_local_tensor", "_spec", "spec", "link", "strides", "repeats", "stands_for"}
+
 
 class StandIn(NamedTuple):
     """A tensor that code gets in the place of a parameter.
@@ -45,10 +48,12 @@ class CodeReads:
 
     read: dict[int, tuple[Tensor, str]] | None = None  # of the class, so that a forward without reads makes nothing
     _stand_ins: dict[int, StandIn]  # for each the last one
+    # Parameters, the attributes of what stands for them (not the tensor, which may go), and what these were.
+    _attributes: list[tuple[Tensor, dict[str, Any], dict[str, Any]]]
 
     def note(self, parameter: Tensor, name: str) -> None:
         if self.read is None:
-            self.read, self._stand_ins = {}, {}
+            self.read, self._stand_ins, self._attributes = {}, {}, []
         self.read[id(parameter)] = parameter, name
 
     def stand_in_of(self, parameter: Tensor) -> StandIn | None:
@@ -60,8 +65,27 @@ class CodeReads:
             made = StandIn(plain, plain.data_ptr(), plain._version, version_of(parameter), torch.is_grad_enabled())
             self._stand_ins[id(parameter)] = made
         if plain is not parameter:
-            carry_attributes(parameter, plain)
+            self.carry_attributes(parameter, plain)
         return plain
+
+    def carry_attributes(self, parameter: Tensor, x: Tensor) -> None:
+        """Give what stands for a parameter the attributes that the model's code has put on the parameter."""
+        own = vars(x)
+        carried = {key: value for key, value in vars(parameter).items() if _is_of_code(key, x)}
+        for key in [key for key in own if key not in carried and _is_of_code(key, x)]:
+            del own[key]  # of an earlier forward, where the shard itself stands for the parameter
+        own.update(carried)
+        self._attributes.append((parameter, own, carried))
+
+    def take_attributes_back(self) -> None:
+        """Give parameters the attributes that code has changed on what stands for them."""
+        for parameter, own, carried in self._attributes:
+            for key in [key for key in carried if key not in own]:
+                del carried[key]
+                vars(parameter).pop(key, None)
+            for key, value in own.items():
+                if (key not in carried or carried[key] is not value) and _is_of_code(key, parameter):
+                    carried[key] = vars(parameter)[key] = value
 
     def take_back(self, parameter: Tensor) -> None:
         """Put what the code has put in the place of a parameter into the parameter.
@@ -104,6 +128,9 @@ class CodeReads:
         found = [*self.read.values()] if self.read else []
         for parameter, _ in found:
             self.take_back(parameter)
+        if found:
+            self.take_attributes_back()
+            self._attributes = []
         read = [(parameter, version_of(parameter), name) for parameter, name in found]
         self._stand_ins = {}
         if read and not torch.compiler.is_compiling():
@@ -112,11 +139,9 @@ class CodeReads:
                     x.grad_fn.register_prehook(partial(_refuse_changed, read))
 
 
-def carry_attributes(parameter: Tensor, x: Tensor) -> None:
-    """Give what stands for a parameter the attributes that its model's code has put on the parameter."""
-    for key, value in vars(parameter).items():
-        if not key.startswith(("_", "ndtp_")):
-            vars(x)[key] = value
+def _is_of_code(key: str, x: Tensor) -> bool:
+    """Return whether an attribute is of the model's code, and nothing that torch or ndtp keeps of a tensor."""
+    return not key.startswith("ndtp_") and key not in OWN_ATTRIBUTES and not hasattr(type(x), key)
 
 
 def note_read(running: Sequence[CodeReads | None], parameter: Tensor, name: str) -> tuple[CodeReads, Tensor | None]:
@@ -132,6 +157,8 @@ def note_read(running: Sequence[CodeReads | None], parameter: Tensor, name: str)
         if each is None:
             continue
         each.take_back(parameter)
+        if each.read is not None:
+            each.take_attributes_back()
         stand_in = each.stand_in_of(parameter)
         if stand_in is not None and stand_in.has_grad == torch.is_grad_enabled():
             known = stand_in.plain if stand_in.of_parameter == version_of(parameter) else None

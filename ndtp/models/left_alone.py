@@ -47,6 +47,8 @@ def why_left(module: Any) -> str | None:
         return "a parameter of it is computed from others, as weight norms and pruning do, and those are split"
     if isinstance(module, nn.Linear) and type(module).__module__.startswith("torch."):
         return f"it is a {kind}, whose weight torch's code reads past it"
+    if is_linear(module, casts=True):
+        return f"it is a {kind}, which casts its weight or its input"
     if isinstance(module, nn.Linear):
         return f"it is a {kind}, a subclass of nn.Linear that computes something else"
     is_matrix = any(x is not None and x.dim() >= 2 for x in (*own.values(), *module._buffers.values()))

@@ -15,7 +15,7 @@ from ndtp.algebra.relayouts import RelayoutPlan
 from ndtp.compute.traces import is_autocast_on, refuse_traces
 from ndtp.errors import LayoutError
 from ndtp.models.adopted import Adopted
-from ndtp.models.code_reads import carry_attributes, note_read
+from ndtp.models.code_reads import note_read
 from ndtp.models.projections import Projection, mode_of, pre_hooks, products
 from ndtp.models.seen_weights import SeenWeights
 from ndtp.models.signatures import OF_TORCH, as_dense_input, input_by_name
@@ -139,7 +139,7 @@ class ReadAsSplit(Adopted):
             return value
         lies = self.lies[name]
         settle_calls_of(value)
-        note_read(running, value, f"'{self.name}.{name}'")
+        reads, _ = note_read(running, value, f"'{self.name}.{name}'")
         plan = RelayoutPlan(lies.layout, lies.layout, (), self.context.data, f"{self.name}.{name}", "weights")
         layout = layout_of(self.mesh, [self.mesh.grid.nontrivial(axes) for axes in lies.layout.dims])
         shard, own = taken(value, plan, self.mesh), f"{self.name}.{name}"
@@ -150,7 +150,7 @@ class ReadAsSplit(Adopted):
         made = enter(here.view_as(here), Spec(self.context, tuple(lies.real), layout, padded, (), own))
         if isinstance(value, nn.Parameter):
             made.stands_for = value
-            carry_attributes(value, made)
+            reads.carry_attributes(value, made)
         return made
 
     @contextmanager
@@ -182,7 +182,7 @@ class ObservedLinear(ReadAsSplit, Projection):
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
         theirs = next((kind for kind in cls.__mro__ if "forward" in vars(kind) and not issubclass(kind, Adopted)), None)
-        if theirs is not None and issubclass(theirs, nn.Linear) and theirs is not nn.Linear:
+        if theirs is not None and issubclass(cls, nn.Linear) and theirs is not nn.Linear:
             cls.own_forward = vars(theirs)["forward"]
 
     def forward(self, x: Any = None, **named: Any) -> Tensor:
@@ -203,9 +203,10 @@ class ObservedLinear(ReadAsSplit, Projection):
 
     def _is_of_another_dtype(self, x: Tensor) -> bool:
         weight = self._parameters.get("weight")
-        if is_autocast_on(x.device.type):
-            return self.is_own_under_autocast
-        return weight is not None and x.dtype != weight.dtype
+        is_other = weight is not None and x.dtype != weight.dtype
+        if is_autocast_on(x.device.type):  # which leaves fp64 alone
+            return self.is_own_under_autocast or (is_other and x.dtype is torch.float64)
+        return is_other
 
     def given(self, y: Tensor, rows: Rows) -> Tensor:
         """Return the result as the model's code gets it, for an input whose leading dims became `rows`."""

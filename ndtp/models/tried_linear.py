@@ -10,7 +10,8 @@ import builtins
 import dis
 import inspect
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from itertools import product
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,6 +23,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 _LEADS = ((5,), (2, 3))
 _ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+_UNDER_AUTOCAST = (
+    (torch.float32,) * 2,
+    (torch.bfloat16,) * 2,
+    (torch.bfloat16, torch.float32),
+    (torch.float32, torch.bfloat16),
+)
 # By class, its code, and whether it has a bias: whether it computes a Linear without autocast, and under it.
 _FOUND: WeakKeyDictionary[type, dict[Any, tuple[bool, bool]]] = WeakKeyDictionary()
 
@@ -35,21 +42,24 @@ def computes_linear(module: nn.Linear, casts: bool = False) -> bool:
     """Return whether the code of a layer gives x W^T + b for all inputs of the weight's dtype, and the gradients of it.
 
     Args:
-        casts: whether it may do something with inputs of another dtype, which an `nn.Linear` refuses.
+        casts: whether it may do something else under autocast, and with inputs of another dtype.
     """
     kind, own = type(module), vars(module)
     weight = own["_parameters"].get("weight")
     if weight is None or not own["_parameters"].keys() <= {"weight", "bias"} or own["_buffers"] or own["_modules"]:
         return False
-    if tuple(weight.shape) != (module.out_features, module.in_features) or not weight.is_floating_point():
+    sizes = own.get("out_features"), own.get("in_features")
+    if tuple(weight.shape) != sizes or not weight.is_floating_point():
         return False
     classes = kind.__mro__[: kind.__mro__.index(nn.Linear)]
+    if any(each.__module__.startswith("torch.") for each in classes):
+        return False  # whose weights torch's code reads past them
     if _has_own_attributes(own, *map(vars, classes)) or not _has_code_of_a_module(kind):
         return False
     forwards = [vars(each)["forward"] for each in classes if "forward" in vars(each)]
     if not all(_is_plain(forward, casts) for forward in forwards):
         return False
-    return not forwards or _tried(module)[0]
+    return not forwards or (_tried(module)[0] if casts else all(_tried(module)))
 
 
 def computes_under_autocast(module: nn.Linear) -> bool:
@@ -84,16 +94,22 @@ def _is_plain(forward: Any, casts: bool) -> bool:
     code = forward.__code__
     if code.co_argcount != 2 or code.co_kwonlyargcount or code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS):
         return False
-    if not {*code.co_names, *code.co_freevars} <= {"__class__", *_NAMES, *(_CASTS if casts else ())}:
+    if not {*code.co_names} <= {*_NAMES, *(_CASTS if casts else ())} or not {*code.co_freevars} <= {"__class__"}:
         return False
-    for step in dis.get_instructions(code):
-        if step.opname.startswith(("STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "DELETE")):
-            return False
-        if step.opname == "LOAD_GLOBAL":
-            name, unknown = step.argval, object()
-            if forward.__globals__.get(name, getattr(builtins, name, unknown)) is not _GLOBALS.get(name):
-                return False
-    return all(x is None or x == forward.__doc__ or _is_names(x) for x in code.co_consts)
+    read, unknown = _globals_of(code), object()
+    if read is None or not all(x is None or x == forward.__doc__ or _is_names(x) for x in code.co_consts):
+        return False
+    found = {name: forward.__globals__.get(name, getattr(builtins, name, unknown)) for name in read}
+    return all(value is _GLOBALS.get(name) for name, value in found.items())
+
+
+@cache
+def _globals_of(code: types.CodeType) -> frozenset[str] | None:
+    """Return the names that code takes from outside; None where it changes what it did not make."""
+    steps = list(dis.get_instructions(code))
+    if any(step.opname.startswith(("STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "DELETE")) for step in steps):
+        return None
+    return frozenset(step.argval for step in steps if step.opname == "LOAD_GLOBAL")
 
 
 def _is_names(x: Any) -> bool:
@@ -111,20 +127,22 @@ def _is_linear_in_trials(module: nn.Linear, is_cast: bool) -> bool:
             torch.enable_grad(),
             torch.autocast("cpu", enabled=False),
         ):
-            return all(_is_same(*trial, is_cast) for trial in _trials(module))
+            dtypes = _UNDER_AUTOCAST if is_cast else [(dtype, dtype) for dtype in _ROUNDING]
+            return all(_is_same(*trial, is_cast) for trial in _trials(module, dtypes))
     except Exception:  # code that gives something else than a tensor, or wants more dims
         return False
 
 
-def _trials(module: nn.Linear) -> Iterator[tuple[Any, Tensor, list[Tensor]]]:
-    """Yield a layer, an input, and the layer's parameters."""
+def _trials(
+    module: nn.Linear, dtypes: Sequence[tuple[torch.dtype, torch.dtype]]
+) -> Iterator[tuple[Any, Tensor, list[Tensor]]]:
+    """Yield a layer, an input, and the layer's parameters, for dtypes of an input and of parameters."""
     generator = torch.Generator("cpu").manual_seed(0)
     inside, outside = 5, 3
-    for dtype, lead in product(_ROUNDING, _LEADS):
+    for (dtype, own_dtype), lead in product(dtypes, _LEADS):
         shapes = [(*lead, inside), (outside, inside)] + [(outside,)] * (module.bias is not None)
-        x, *parameters = (
-            torch.randn(shape, generator=generator, dtype=dtype, device="cpu").requires_grad_() for shape in shapes
-        )
+        drawn = [torch.randn(shape, generator=generator, device="cpu") for shape in shapes]
+        x, parameters = drawn[0].to(dtype).requires_grad_(), [each.to(own_dtype) for each in drawn[1:]]
         layer = type(module).__new__(type(module))
         nn.Module.__init__(layer)
         layer.in_features, layer.out_features = inside, outside

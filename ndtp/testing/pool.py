@@ -177,7 +177,7 @@ class RankPool:
             and not any(r.poll_exit() or self._receive(r, {}) for r in self._ranks)
         ):
             return
-        if os.environ.get("NDTP_TEST_DEVICE"):
+        if os.environ.get("NDTP_TEST_DEVICE"):  # else nothing here needs torch
             from ndtp.testing.device import prepare_test_device
 
             prepare_test_device()

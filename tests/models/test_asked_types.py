@@ -45,13 +45,36 @@ class Beside(nn.Module):
         return beside(x)
 
 
+class OneOfMany(nn.Module):
+    def forward(self, x):
+        return x if type(x) in (torch.Tensor, nn.Parameter, list, tuple, dict, set) else None
+
+
+class Grows(dict):
+    """A dict that makes what it is asked for."""
+
+    def __getattr__(self, name):
+        return self.setdefault(name, Grows())
+
+
+CONFIG, KINDS = Grows(n=2), {Tensor: 1}
+
+
+class Odd(nn.Module):
+    settings = Grows()
+
+    def forward(self, x):
+        print(type(x))
+        return CONFIG.n, self.settings.one, Tensor in KINDS
+
+
 class Fine(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = torch.Tensor([1.0]) if isinstance(x, torch.Tensor) and type(self) is not Same else x
         return y if issubclass(type(x), Tensor) and x.shape == y.shape else type(x).__name__
 
 
-@pytest.mark.parametrize("kind", [Same, Equal, OneOf, ByName, Beside])
+@pytest.mark.parametrize("kind", [Same, Equal, OneOf, OneOfMany, ByName, Beside])
 def test_where_code_asks_is_named(kind):
     with pytest.warns(
         UserWarning, match=r"compares a type with torch.Tensor \(.*test_asked_types.py, line \d+\)"
@@ -63,4 +86,12 @@ def test_where_code_asks_is_named(kind):
 def test_other_code_is_not():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_of_asked_types(nn.Sequential(Fine(), nn.TransformerEncoderLayer(8, 2, 8), nn.LSTM(4, 4)))
+        warn_of_asked_types(
+            nn.Sequential(
+                Fine(),
+                Odd(),
+                torch.fx.symbolic_trace(nn.Linear(2, 2)),
+                nn.TransformerEncoderLayer(8, 2, 8),
+                nn.LSTM(4, 4),
+            )
+        )

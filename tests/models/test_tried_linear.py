@@ -127,6 +127,38 @@ def linear(x, weight, bias):
     return F.linear(x, weight, bias).tanh()
 
 
+def closing_over(linear):
+    class OfAFactory(nn.Linear):
+        def forward(self, x):
+            return linear(x, self.weight, self.bias)
+
+    return OfAFactory
+
+
+class Mixed(nn.Linear):
+    """Under autocast it gives another dtype for inputs of 16 bits."""
+
+    def forward(self, x):
+        if x.dtype == self.weight.dtype:
+            return F.linear(x, self.weight, self.bias)
+        return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype)).to(self.weight.dtype)
+
+
+class Cast:
+    def forward(self, x):
+        return super().forward(x.to(self.weight.dtype))
+
+
+class OfAMixin(Cast, nn.Linear):
+    pass
+
+
+class WithoutSizes(nn.Linear):
+    def __init__(self, *sizes):
+        nn.Module.__init__(self)
+        self.weight, self.bias = nn.Parameter(torch.ones(sizes[::-1])), nn.Parameter(torch.ones(sizes[1]))
+
+
 class Masked(nn.Linear):
     def __init__(self, *args):
         super().__init__(*args)
@@ -160,7 +192,7 @@ class WithAWayOfItsOwn(nn.Linear):
 
 OTHERS = [
     WithAWayOfItsOwn, Scaled, Private, ByWidth, ByMark, Detached, WithoutGradient, Clamped, ByRows, Keeping,
-    WithoutBias, Telling, More, Doubled, OfItsOwn, Masked, Called, OverScaled,
+    WithoutBias, Telling, More, Doubled, OfItsOwn, Masked, Called, OverScaled, WithoutSizes, closing_over(F.linear),
 ]  # fmt: skip
 
 
@@ -187,7 +219,8 @@ def test_a_weight_that_is_computed_is_no_parameter():
 
 
 def test_one_that_casts_is_told_apart():
-    assert not is_linear(Casting(4, 4)) and is_linear(ByHand(4, 4)) and is_linear(Begun(4, 4))
+    assert not is_linear(ByHand(4, 4)), "with a bias it gives another dtype under autocast"
+    assert not is_linear(Casting(4, 4)) and is_linear(ByHand(4, 4, False)) and is_linear(Begun(4, 4))
 
 
 def test_a_trial_computes_with_numbers_also_where_nothing_has_any():
@@ -255,6 +288,28 @@ def check(kind, dtype, sizes):
     for (name, mine), theirs in zip(model.named_parameters(), dense.parameters(), strict=True):
         grad = mine.grad.full_tensor() if hasattr(mine.grad, "full_tensor") else mine.grad
         torch.testing.assert_close(grad, theirs.grad, msg=name, **rounding)
+
+
+def check_other_dtypes():
+    """A copy, too, runs the code of the class for them."""
+    torch.manual_seed(0)
+    x, dense = torch.randn(4, 8), nn.Sequential(nn.Linear(8, 8), OfAMixin(8, 16), Mixed(16, 8))
+    model = ndtp.parallelize(copy.deepcopy(dense), mesh_of(Grid(x=2)), example=x)
+    assert str(model.ndtp_report).startswith("replaced 3 of 3 Linears")
+    for each in (model, copy.deepcopy(model)):
+        for autocast in (False, True):
+            for dtype in (torch.float64, torch.bfloat16):
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                    y, expected = each[1](x.to(dtype)), dense[1](x.to(dtype))
+                    z, wanted = each[2](expected.to(dtype)), dense[2](expected.to(dtype))
+                for found, one in ((y, expected), (z, wanted)):
+                    found = found.gathered() if hasattr(found, "gathered") else found
+                    assert found.dtype == one.dtype, (autocast, dtype)
+                    torch.testing.assert_close(found, one, rtol=2e-2, atol=2e-2)
+
+
+def test_other_dtypes(ranks):
+    ranks(2).run(check_other_dtypes)
 
 
 @pytest.mark.parametrize(

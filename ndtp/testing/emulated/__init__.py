@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from ndtp.collectives.backends import FAKE, KNOWN, Backend
 from ndtp.collectives.torch_patches import in_place
-from ndtp.testing.emulated.build import build as build
+from ndtp.testing.emulated.compiled import build as build
 
 NAME = "emulated"
 BACKENDS = f"cpu:gloo,{NAME}:{NAME}"  # of `init_process_group`

@@ -38,6 +38,8 @@ def build() -> Path:
     name = f"ndtp_emulated_{hashlib.blake2b(''.join(texts).encode(), digest_size=6).hexdigest()}"
     folder = Path(cpp_extension._get_build_directory(name, verbose=False))
     library = folder / f"{name}.so"
+    if library.exists():
+        return library
     with open(folder / "builder", "w") as builder:
         fcntl.flock(builder, fcntl.LOCK_EX)
         if library.exists():
