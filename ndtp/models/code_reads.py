@@ -48,12 +48,13 @@ class CodeReads:
 
     read: dict[int, tuple[Tensor, str]] | None = None  # of the class, so that a forward without reads makes nothing
     _stand_ins: dict[int, StandIn]  # for each the last one
-    # Parameters, the attributes of what stands for them (not the tensor, which may go), and what these were.
-    _attributes: list[tuple[Tensor, dict[str, Any], dict[str, Any]]]
+    # By a parameter's id: it, the class and attributes of what stands for it (not the tensor, which may go), and what
+    # these were.
+    _attributes: dict[int, list[tuple[Tensor, type, dict[str, Any], dict[str, Any]]]]
 
     def note(self, parameter: Tensor, name: str) -> None:
         if self.read is None:
-            self.read, self._stand_ins, self._attributes = {}, {}, []
+            self.read, self._stand_ins, self._attributes = {}, {}, {}
         self.read[id(parameter)] = parameter, name
 
     def stand_in_of(self, parameter: Tensor) -> StandIn | None:
@@ -70,21 +71,21 @@ class CodeReads:
 
     def carry_attributes(self, parameter: Tensor, x: Tensor) -> None:
         """Give what stands for a parameter the attributes that the model's code has put on the parameter."""
-        own = vars(x)
-        carried = {key: value for key, value in vars(parameter).items() if _is_of_code(key, x)}
-        for key in [key for key in own if key not in carried and _is_of_code(key, x)]:
+        own, carried = vars(x), _of_code(parameter, type(x))
+        for key in _of_code(x, type(x)).keys() - carried.keys():
             del own[key]  # of an earlier forward, where the shard itself stands for the parameter
         own.update(carried)
-        self._attributes.append((parameter, own, carried))
+        self._attributes.setdefault(id(parameter), []).append((parameter, type(x), own, carried))
 
-    def take_attributes_back(self) -> None:
-        """Give parameters the attributes that code has changed on what stands for them."""
-        for parameter, own, carried in self._attributes:
-            for key in [key for key in carried if key not in own]:
+    def take_attributes_back(self, parameter: Tensor) -> None:
+        """Give a parameter the attributes that code has changed on what stands for it."""
+        for _, kind, own, carried in self._attributes.get(id(parameter), ()):
+            found = {key: value for key, value in own.items() if key in carried or _is_of_code(key, kind)}
+            for key in carried.keys() - found.keys():
                 del carried[key]
                 vars(parameter).pop(key, None)
-            for key, value in own.items():
-                if (key not in carried or carried[key] is not value) and _is_of_code(key, parameter):
+            for key, value in found.items():
+                if key not in carried or carried[key] is not value:
                     carried[key] = vars(parameter)[key] = value
 
     def take_back(self, parameter: Tensor) -> None:
@@ -128,9 +129,8 @@ class CodeReads:
         found = [*self.read.values()] if self.read else []
         for parameter, _ in found:
             self.take_back(parameter)
-        if found:
-            self.take_attributes_back()
-            self._attributes = []
+            self.take_attributes_back(parameter)
+        self._attributes = {}
         read = [(parameter, version_of(parameter), name) for parameter, name in found]
         self._stand_ins = {}
         if read and not torch.compiler.is_compiling():
@@ -139,9 +139,15 @@ class CodeReads:
                     x.grad_fn.register_prehook(partial(_refuse_changed, read))
 
 
-def _is_of_code(key: str, x: Tensor) -> bool:
-    """Return whether an attribute is of the model's code, and nothing that torch or ndtp keeps of a tensor."""
-    return not key.startswith("ndtp_") and key not in OWN_ATTRIBUTES and not hasattr(type(x), key)
+def _of_code(x: Tensor, kind: type) -> dict[str, Any]:
+    """Return the attributes of a tensor that are of the model's code, and that a tensor of a class can have."""
+    keys = [key for key in vars(x) if not key.startswith("ndtp_") and key not in OWN_ATTRIBUTES]
+    return {key: vars(x)[key] for key in keys if _is_of_code(key, kind)} if keys else {}
+
+
+def _is_of_code(key: str, kind: type) -> bool:
+    """Return whether an attribute is nothing that torch or ndtp keeps of a tensor."""
+    return not key.startswith("ndtp_") and key not in OWN_ATTRIBUTES and not hasattr(kind, key)
 
 
 def note_read(running: Sequence[CodeReads | None], parameter: Tensor, name: str) -> tuple[CodeReads, Tensor | None]:
@@ -158,7 +164,7 @@ def note_read(running: Sequence[CodeReads | None], parameter: Tensor, name: str)
             continue
         each.take_back(parameter)
         if each.read is not None:
-            each.take_attributes_back()
+            each.take_attributes_back(parameter)
         stand_in = each.stand_in_of(parameter)
         if stand_in is not None and stand_in.has_grad == torch.is_grad_enabled():
             known = stand_in.plain if stand_in.of_parameter == version_of(parameter) else None
