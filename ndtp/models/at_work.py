@@ -63,11 +63,11 @@ def reads_parameters(model: nn.Module, frame: Frame, compiles: bool = False) -> 
         return
     made = {"__module__": theirs.__module__, "__qualname__": theirs.__qualname__}
     model.ndtp_rows = RootRows(frame, theirs.__name__)  # type: ignore[assignment]
-    methods = {name: _noting(theirs, name, compiles) for name in ("forward", *computing(theirs))}
+    methods = {name: _noting(theirs, name, frame.mesh, compiles) for name in ("forward", *computing(theirs))}
     model.__class__ = made_class(theirs.__name__, (AtWork, theirs), made | methods)
 
 
-def _noting(theirs: Any, name: str, compiles: bool) -> Any:
+def _noting(theirs: Any, name: str, mesh: GridLike, compiles: bool) -> Any:
     method = getattr(theirs, name)
     is_synced = "synced_gpus" in inspect.signature(method).parameters  # `generate` of transformers
 
@@ -87,7 +87,7 @@ def _noting(theirs: Any, name: str, compiles: bool) -> Any:
         frame.running.append(reads)
         rows.begin()
         try:
-            with cast_for(frame.mesh):
+            with cast_for(mesh):  # not of a dry run's, which has no autocast
                 given = method(self, *args, **kwargs)
         finally:
             rows.end()

@@ -20,7 +20,9 @@ from ndtp.runtime.arrival import is_plain, local_of
 from ndtp.runtime.versions import refuse_changed, version_of
 
 # Of a tensor on the grid, of DTensor, and of a split tensor.
-OWN_ATTRIBUTES = {"_dtensor", "_is_param", "_local_tensor", "_spec", "spec", "link", "strides", "repeats", "stands_for"}
+OWN_ATTRIBUTES = {
+    "_dtensor", "_is_param", "_local_tensor", "_spec", "spec", "passage", "link", "strides", "repeats", "stands_for",
+}  # fmt: skip
 
 
 class StandIn(NamedTuple):
@@ -72,8 +74,9 @@ class CodeReads:
     def carry_attributes(self, parameter: Tensor, x: Tensor) -> None:
         """Give what stands for a parameter the attributes that the model's code has put on the parameter."""
         own, carried = vars(x), _of_code(parameter, type(x))
-        for key in _of_code(x, type(x)).keys() - carried.keys():
-            del own[key]  # of an earlier forward, where the shard itself stands for the parameter
+        if type(x) is Tensor:
+            for key in _of_code(x, Tensor).keys() - carried.keys():
+                del own[key]  # of an earlier forward, where the shard itself stands for the parameter
         own.update(carried)
         self._attributes.setdefault(id(parameter), []).append((parameter, type(x), own, carried))
 

@@ -96,11 +96,15 @@ def _is_plain(forward: Any, casts: bool) -> bool:
         return False
     if not {*code.co_names} <= {*_NAMES, *(_CASTS if casts else ())} or not {*code.co_freevars} <= {"__class__"}:
         return False
-    read, unknown = _globals_of(code), object()
-    if read is None or not all(x is None or x == forward.__doc__ or _is_names(x) for x in code.co_consts):
+    read = _globals_of(code)
+    if (
+        read is None
+        or not read <= _GLOBALS.keys()
+        or not all(x is None or x == forward.__doc__ or _is_names(x) for x in code.co_consts)
+    ):
         return False
-    found = {name: forward.__globals__.get(name, getattr(builtins, name, unknown)) for name in read}
-    return all(value is _GLOBALS.get(name) for name, value in found.items())
+    found = {name: forward.__globals__.get(name, getattr(builtins, name, None)) for name in read}
+    return all(value is _GLOBALS[name] for name, value in found.items())
 
 
 @cache
