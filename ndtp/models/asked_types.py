@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import nn
 
+from ndtp.models.forward_code import function_below, parts_of
+
 _REACH = 10  # instructions from `type` to `Tensor`
 _KNOWN = ("torch.", "ndtp.", "transformers.")  # code that was tried, class by class
 
@@ -39,31 +41,22 @@ def _places(kind: Any) -> Iterator[tuple[types.CodeType, int]]:
     """Yield where a class asks, in its forward and in the methods and functions beside it that this names."""
     waiting, seen = [inspect.getattr_static(kind, "forward", None)], set()
     while waiting:
-        method = _function(waiting.pop())
+        method = _unknown(waiting.pop())
         if method is None or method in seen:
             continue
         seen.add(method)
-        for code in _parts(method.__code__):
+        for code in parts_of(method.__code__):
             yield from ((code, line) for line in _lines(code))
             for name in code.co_names:
-                beside = _function(method.__globals__.get(name))
+                beside = _unknown(method.__globals__.get(name))
                 is_beside = beside is not None and beside.__module__ == method.__module__
                 waiting += [inspect.getattr_static(kind, name, None), *([beside] if is_beside else [])]
 
 
-def _function(x: Any) -> types.FunctionType | None:
-    """Return the function that a method is, below its decorators; None for what is none, and for code that is known."""
-    x = x.__func__ if isinstance(x, (classmethod, staticmethod)) else x
-    while isinstance(x, types.FunctionType) and "__wrapped__" in vars(x):
-        x = vars(x)["__wrapped__"]
-    return x if isinstance(x, types.FunctionType) and not str(x.__module__).startswith(_KNOWN) else None
-
-
-def _parts(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            yield from _parts(inner)
+def _unknown(x: Any) -> types.FunctionType | None:
+    """Return the function that a method is; None for what is none, and for code that is known."""
+    found = function_below(x)
+    return None if found is None or str(found.__module__).startswith(_KNOWN) else found
 
 
 def _lines(code: types.CodeType) -> Iterator[int]:

@@ -19,6 +19,7 @@ from torch import nn
 from ndtp.compute.traces import refuse_traces
 from ndtp.errors import LayoutError
 from ndtp.models.code_reads import CodeReads
+from ndtp.models.forward_code import function_below
 from ndtp.models.frame import Frame
 from ndtp.models.made_classes import made_class
 from ndtp.models.noted import Noted, settle
@@ -131,10 +132,9 @@ def computing(kind: Any) -> set[str]:
         if name in found or not is_method:
             continue
         found.add(name)
-        while hasattr(method, "__wrapped__"):
-            method = method.__wrapped__
-        if not _is_of_a_base(method):
-            waiting += [each for each in method.__code__.co_names if not each.startswith("__")]
+        written = function_below(method)
+        if written is not None and not _is_of_a_base(written):
+            waiting += [each for each in written.__code__.co_names if not each.startswith("__")]
     own = {name for name in found if name == "generate" or not _is_of_a_base(getattr(kind, name))}
     return own - {"forward"}
 

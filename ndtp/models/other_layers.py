@@ -8,7 +8,7 @@ learned positions are, every rank looks up for its own features alone.
 from __future__ import annotations
 
 import dis
-import types
+import inspect
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from torch import nn
 
 from ndtp.algebra.layout import Layout
 from ndtp.models.adopted import Adopted
+from ndtp.models.forward_code import function_below, parts_of
 from ndtp.models.named_plan import BY_PLAN
 from ndtp.models.projections import place_projection
 from ndtp.models.roles import features, is_linear, is_wrapper
@@ -87,14 +88,11 @@ def reads(module: Any, *names: str) -> bool:
     """Return whether the code of a module's forward, with methods of its own, reads the numbers of an attribute."""
     kind, waiting, seen = type(module), ["forward"], set()
     while waiting:
-        method: Any = getattr(kind, waiting.pop(), None)
-        while hasattr(method, "__wrapped__"):
-            method = method.__wrapped__
-        code = getattr(method, "__code__", None)
-        if code is None or code in seen or str(getattr(method, "__module__", "")).startswith("torch."):
+        method = function_below(inspect.getattr_static(kind, waiting.pop(), None))
+        if method is None or method in seen or str(method.__module__).startswith("torch."):
             continue
-        seen.add(code)
-        for part in (code, *(inner for inner in code.co_consts if isinstance(inner, types.CodeType))):
+        seen.add(method)
+        for part in parts_of(method.__code__):
             taken = [step.argval for step in dis.get_instructions(part) if step.opname in ("LOAD_ATTR", "LOAD_METHOD")]
             for name, after in zip(taken, (*taken[1:], ""), strict=False):
                 if name in names and after not in FACTS:

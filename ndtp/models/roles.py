@@ -105,7 +105,7 @@ def is_linear(module: Any, casts: bool = False) -> bool:
         kind = type(module)
         if kind is nn.Linear or getattr(module, "is_called", False):
             return True
-        return not kind.__module__.startswith("torch.") and computes_linear(module, casts)
+        return computes_linear(module, casts)
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 

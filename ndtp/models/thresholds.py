@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
+from ndtp.models.forward_code import function_below, parts_of
 from ndtp.models.local_heads import FEATURES, HEADS, KV_HEADS
 
 SIZES = {*HEADS, *KV_HEADS, *FEATURES, "head_dim", "attention_head_size", "num_key_value_groups", "layer_idx"}
@@ -32,22 +34,21 @@ def tokens_beyond(model: nn.Module, attention: Sequence[tuple[nn.Module, int]], 
 def _numbers(module: nn.Module) -> Iterator[int]:
     """Yield the integers that the code of a module's forward has in it, or reads of the module and its config."""
     own, config = vars(module), vars(module).get("config")
-    waiting, seen = [getattr(type(module), "forward", None)], set()
+    waiting: list[Any] = [inspect.getattr_static(type(module), "forward", None)]
+    seen: set[Any] = set()
     while waiting:
-        method: Any = waiting.pop()
-        while hasattr(method, "__wrapped__"):
-            method = method.__wrapped__
-        if not isinstance(method, types.FunctionType) or method in seen or method.__module__.startswith("torch."):
+        method = function_below(waiting.pop())
+        if method is None or method in seen or str(method.__module__).startswith("torch."):
             continue
         seen.add(method)
         waiting += [cell.cell_contents for cell in method.__closure__ or () if _is_filled(cell)]
-        for code in _parts(method.__code__):
+        for code in parts_of(method.__code__):
             values = [x for each in code.co_consts for x in (each if isinstance(each, tuple) else (each,))]
             for name in set(code.co_names) - SIZES:
                 values += [own.get(name), getattr(config, name, None)]
-                waiting.append(getattr(type(module), name, None))
-                function = method.__globals__.get(name)
-                waiting += [function] if getattr(function, "__module__", None) == method.__module__ else []
+                function = function_below(method.__globals__.get(name))
+                is_beside = function is not None and function.__module__ == method.__module__
+                waiting += [inspect.getattr_static(type(module), name, None), *([function] if is_beside else [])]
             yield from (x for x in values if type(x) is int)
 
 
@@ -56,11 +57,3 @@ def _is_filled(cell: types.CellType) -> bool:
         return isinstance(cell.cell_contents, types.FunctionType)
     except ValueError:  # of a name that has no value yet
         return False
-
-
-def _parts(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yield a function's code and that of functions in it."""
-    yield code
-    for each in code.co_consts:
-        if isinstance(each, types.CodeType):
-            yield from _parts(each)
