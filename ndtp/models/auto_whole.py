@@ -54,13 +54,13 @@ def blocks_by_name(model: Any, tokens: int) -> list[tuple[Block, tuple[str, ...]
     roles = {name: experts_role(module, hidden) for name, module in modules.items()}
     experts = {name: role for name, role in roles.items() if isinstance(role, ExpertsRole)}
     around_experts = {name.rpartition(".")[0] for name in experts}
-    attention, others = find_attention(model, hidden)
+    attention, others = find_attention(model, hidden, casts=True)
     taken = {name for role in attention for name in (*role.inputs.values(), role.output)}
-    taken |= {name for name, module in modules.items() if is_linear(module) and any(_is_in(name, a) for a in others)}
-    embedded, around = around_layers(model, modules, hidden)
+    taken |= {name for name, m in modules.items() if is_linear(m, casts=True) and any(_is_in(name, a) for a in others)}
+    embedded, around = around_layers(model, modules, hidden, casts=True)
     found = [each for role in attention for each in _attention(tokens, hidden, role)]
     beside: list[tuple[Block, tuple[str, ...]]] = []
-    for mlp in find_mlps(model, hidden, taken | around):
+    for mlp in find_mlps(model, hidden, taken | around, casts=True):
         is_gated = len(mlp.ups) == 2 or bool(mlp.sections)
         block, names = Block.mlp(tokens, hidden, features(modules[mlp.down])[0], is_gated), (*mlp.ups, mlp.down)
         is_shared = mlp.name.rpartition(".")[0] in around_experts
@@ -99,11 +99,9 @@ def _vocabulary(
     table, head = (vocabulary_of(model, which) for which in ("get_input_embeddings", "get_output_embeddings"))
     if not isinstance(table, nn.Embedding):
         return []
-    if not (head is not None and is_linear(head)):  # one that is not named, but has the table's weight
-        head = next(
-            (module for module in modules.values() if is_linear(module) and module.weight is table.weight), None
-        )
-    is_head = head is not None and is_linear(head)
+    if not is_linear(head, casts=True):  # one that is not named, but has the table's weight
+        head = next((m for m in modules.values() if is_linear(m, casts=True) and m.weight is table.weight), None)
+    is_head = head is not None
     tied = is_head and head.weight is table.weight
     block = Block.vocabulary(tokens, width, table.num_embeddings, tied, is_head)
     if is_head:  # which may have fewer classes than the table has rows

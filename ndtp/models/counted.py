@@ -225,7 +225,7 @@ def rows_by_name(model: Any) -> dict[str, list[int]]:
         return hook
 
     with ExitStack() as stack:
-        for name in (name for name, module in modules.items() if is_linear(module) and module is not head):
+        for name in (name for name, module in modules.items() if is_linear(module, casts=True) and module is not head):
             stack.callback(modules[name].register_forward_pre_hook(listen(name)).remove)
         try:
             given = usual_inputs(model, BATCH, LENGTH, None)

@@ -259,7 +259,7 @@ def rehearse(
                     x.shape
                 )  # experts: by which numbers tokens go is no matter
             head = vocabulary_of(part, "get_output_embeddings")
-            if is_linear(head):  # logits are the largest that there is, and nobody reads them
+            if is_linear(head, casts=True):  # logits are the largest that there is, and nobody reads them
                 head.forward = _without_numbers(features(head)[1])
         watch = HeadsWatch(seen)
         for name in names:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from types import NoneType
 from typing import Any
@@ -117,12 +118,12 @@ def is_wrapper(module: Any) -> bool:
     )  # fmt: skip
 
 
-def linear_at(modules: dict[str, nn.Module], name: str) -> str:
+def linear_at(modules: dict[str, nn.Module], name: str, casts: bool) -> str:
     """The full name of the Linear that is called `name`, or wrapped in what is; empty if there is none."""
-    if is_linear(modules.get(name)):
+    if is_linear(modules.get(name), casts):
         return name
     module: Any = modules.get(name)
-    return f"{name}.base_layer" if is_wrapper(module) and is_linear(module.base_layer) else ""
+    return f"{name}.base_layer" if is_wrapper(module) and is_linear(module.base_layer, casts) else ""
 
 
 def features(module: Any) -> tuple[int, int]:
@@ -160,12 +161,12 @@ def crosses(name: str) -> bool:
     return any(word in inside for word in CROSS)
 
 
-def find_attention(model: nn.Module, hidden: int) -> tuple[list[AttentionRole], dict[str, str]]:
-    """The attention modules of a model, and for those that are left as they are the reason."""
+def find_attention(model: nn.Module, hidden: int, casts: bool = False) -> tuple[list[AttentionRole], dict[str, str]]:
+    """The attention modules of a model, and why others are left as they are; `casts` is that of `is_linear`."""
     found, reasons = [], {}
     modules = dict(model.named_modules())
     for name, module in modules.items():
-        role = _attention(modules, name, module, hidden)
+        role = _attention(modules, name, module, hidden, casts)
         if isinstance(role, AttentionRole):
             found.append(role)
         elif role:
@@ -173,11 +174,14 @@ def find_attention(model: nn.Module, hidden: int) -> tuple[list[AttentionRole], 
     return found, reasons
 
 
-def _attention(modules: dict[str, nn.Module], name: str, module: nn.Module, hidden: int) -> AttentionRole | str | None:
+def _attention(
+    modules: dict[str, nn.Module], name: str, module: nn.Module, hidden: int, casts: bool
+) -> AttentionRole | str | None:
     kinds = _kinds(module)
     if reason := next((why for kind, why in BESIDES.items() if kind in kinds), None):
         return reason
-    one_of = lambda names: next((f for n in names if (f := linear_at(modules, join(name, n)))), None)  # noqa: E731
+    at = partial(linear_at, modules, casts=casts)
+    one_of = lambda names: next((f for n in names if (f := at(join(name, n)))), None)  # noqa: E731
     separate = {role: one_of(names) for role, names in (("q", Q), ("k", K), ("v", V))}
     fused = one_of(FUSED)
     if all(separate.values()):
@@ -193,7 +197,7 @@ def _attention(modules: dict[str, nn.Module], name: str, module: nn.Module, hidd
     output = str(out)
     if not inside:
         parent = name.rpartition(".")[0]
-        output = next((f for n in OUT_BESIDE if (f := linear_at(modules, join(parent, n)))), "")
+        output = next((f for n in OUT_BESIDE if (f := at(join(parent, n)))), "")
         if not output:
             return "no projection that leads back to hidden states was found beside it"
     sizes = {role: features(modules[child]) for role, child in inputs.items()}
@@ -241,36 +245,35 @@ def vocabulary_of(model: Any, which: str) -> Any:
         return None
 
 
-def around_layers(model: Any, modules: dict[str, nn.Module], hidden: int) -> tuple[int, set[str]]:
+def around_layers(model: Any, modules: dict[str, nn.Module], hidden: int, casts: bool = False) -> tuple[int, set[str]]:
     """Features of an embedding that are not those of hidden states, and the Linears that lead there and back.
 
     They stand beside the layers, not in one; (hidden, none) where there are no such Linears.
     """
     table = vocabulary_of(model, "get_input_embeddings")
     size = table.embedding_dim if isinstance(table, nn.Embedding) else hidden
-    beside = {
-        name
-        for name, module in modules.items()
-        if is_linear(module) and {*features(module)} == {size, hidden} and not any(map(str.isdigit, name.split(".")))
-    }
+    there_and_back = (n for n, m in modules.items() if is_linear(m, casts) and {*features(m)} == {size, hidden})
+    beside = {name for name in there_and_back if not any(map(str.isdigit, name.split(".")))}
     return (size, beside) if size != hidden and beside else (hidden, set())
 
 
-def find_mlps(model: nn.Module, hidden: int, taken: set[str]) -> list[MLPRole]:
+def find_mlps(model: nn.Module, hidden: int, taken: set[str], casts: bool = False) -> list[MLPRole]:
     """The MLPs of a model: layers whose names or, where there are two, whose sizes lead there and back."""
     modules = dict(model.named_modules())
     found: list[MLPRole] = []
     for name in modules:
-        role = _mlp(modules, name, hidden, taken)
+        role = _mlp(modules, name, hidden, taken, casts)
         if role is not None:
             found.append(role)
             taken |= {*role.ups, role.down}
     return found
 
 
-def _mlp(modules: dict[str, nn.Module], name: str, hidden: int, taken: set[str]) -> MLPRole | None:
+def _mlp(modules: dict[str, nn.Module], name: str, hidden: int, taken: set[str], casts: bool) -> MLPRole | None:
+    at = partial(linear_at, modules, casts=casts)
+
     def one_of(names: Sequence[str]) -> str:
-        full = (linear_at(modules, join(name, each)) for each in names)
+        full = (at(join(name, each)) for each in names)
         return next((each for each in full if each and each not in taken), "")
 
     gate, up, both, down = (one_of(names) for names in (GATE, UP, BOTH, DOWN))
@@ -280,7 +283,7 @@ def _mlp(modules: dict[str, nn.Module], name: str, hidden: int, taken: set[str])
         wide = inner * (2 if both else 1)
         if outer == hidden and all(features(modules[each]) == (hidden, wide) for each in ups):
             return MLPRole(name, ups, down, (inner, inner) if both else ())
-    own = [] if is_wrapper(modules[name]) else [linear_at(modules, join(name, c)) for c in modules[name]._modules]
+    own = [] if is_wrapper(modules[name]) else [at(join(name, c)) for c in modules[name]._modules]
     own = [each for each in own if each and each not in taken]
     there = [each for each in own if features(modules[each])[0] == hidden != features(modules[each])[1]]
     back = [each for each in own if features(modules[each])[1] == hidden != features(modules[each])[0]]

@@ -35,6 +35,13 @@ def test_blocks_of_models():
     assert [(b.outs, b.times) for b in blocks_of(build("Phi3ForCausalLM"), 64) if b.inner == 48] == [((48, 48), 2)]
 
 
+def test_layers_that_differ_under_autocast_are_counted():
+    """Falcon adds its biases in fp32 there."""
+    with torch.device("meta"):
+        plain, biased = (build("FalconForCausalLM", bias=bias) for bias in (False, True))
+    assert blocks_of(biased, 64) == blocks_of(plain, 64) != []
+
+
 @pytest.mark.parametrize("grid", [Grid(z=2, x=2, y=2), Grid(x=4, y=2), Grid(z=8), Grid(y=8)], ids=str)
 def test_the_vocabulary_costs_what_its_plans_say(grid):
     """Head and table, as modules of these sizes would move them; the loss's few numbers a row left out."""

@@ -52,7 +52,7 @@ def difference(model: Any, counted: CountedModel) -> str:
     names = {
         name
         for name, module in model.named_modules()
-        if is_linear(module) and id(module.weight) in planned and tuple(module.weight.shape) not in routers
+        if is_linear(module, casts=True) and id(module.weight) in planned and tuple(module.weight.shape) not in routers
     }
     real = sum(flops.get(name, 0) for name in names)
     if any(not flops.get(name) for name in names):
@@ -72,7 +72,7 @@ def run(model: Any) -> tuple[dict[str, int], Counter[int], int] | None:
     """Operations of each Linear in a forward, heads of its softmaxes, and the rows of most Linears."""
     counter, heads, rows = FlopCounterMode(display=False), Heads(), Counter[nn.Module]()
     count = lambda module, args: rows.update({module: args[0].numel() // args[0].shape[-1]})  # noqa: E731
-    hooks = [module.register_forward_pre_hook(count) for module in model.modules() if is_linear(module)]
+    hooks = [module.register_forward_pre_hook(count) for module in model.modules() if is_linear(module, casts=True)]
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
