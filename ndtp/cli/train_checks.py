@@ -117,8 +117,10 @@ def _largest_byte(text: Path, context: int) -> int:
     from ndtp.cli.training import least_bytes
 
     try:
+        if text.is_dir():
+            raise OSError(f"it is a folder; fix: --data {text}, which reads all files in one")
         if text.exists() and not text.is_file():
-            raise OSError(f"{text} is no file")
+            raise OSError("it is no regular file")
         content = text.read_bytes()
     except (OSError, ValueError) as error:
         raise typer.BadParameter(f"{text} cannot be read: {reason(error)}", param_hint="FILE") from None

@@ -66,7 +66,9 @@ def _files_of(paths: Sequence[Path]) -> list[Path]:
         tables = [each for each in inside if each.suffix in TABLES and not each.name.startswith("cache-")]
         inside = tables or [each for each in inside if each.suffix != ".json"] or inside
         if not inside:
-            raise DataError(f"{path} has no file that ends in {', '.join(KNOWN)}")
+            raise DataError(
+                f"{path} has no file that ends in {', '.join(KNOWN)}; fix: name files of text, whatever they end in"
+            )
         found += inside
     return found
 
@@ -100,7 +102,9 @@ def _parsed(line: str, where: str) -> Any:
     except RecursionError:
         raise DataError(f"{where} cannot be read: it is nested too deep") from None
     except ValueError as error:
-        raise DataError(f"{where} cannot be read: {error}") from None
+        raise DataError(
+            f"{where} cannot be read: {error}; fix: one JSON object on each line, or a name that ends in .txt for text"
+        ) from None
 
 
 def _document(record: Any, field: str, where: str) -> str | Sequence[int]:

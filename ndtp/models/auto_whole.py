@@ -61,8 +61,10 @@ def blocks_by_name(model: Any, tokens: int) -> list[tuple[Block, tuple[str, ...]
     found = [each for role in attention for each in _attention(tokens, hidden, role)]
     beside: list[tuple[Block, tuple[str, ...]]] = []
     for mlp in find_mlps(model, hidden, taken | around, casts=True):
-        is_gated = len(mlp.ups) == 2 or bool(mlp.sections)
-        block, names = Block.mlp(tokens, hidden, features(modules[mlp.down])[0], is_gated), (*mlp.ups, mlp.down)
+        is_gated, (inner, _) = len(mlp.ups) == 2 or bool(mlp.sections), features(modules[mlp.down])
+        if not inner:  # a shared expert of a config that has none
+            continue
+        block, names = Block.mlp(tokens, hidden, inner, is_gated), (*mlp.ups, mlp.down)
         is_shared = mlp.name.rpartition(".")[0] in around_experts
         (beside if is_shared else found).append((replace(block, name="shared expert") if is_shared else block, names))
     for name, role in experts.items():

@@ -180,7 +180,13 @@ def _stacks(config: Mapping[str, Any], family: Family, what: str) -> tuple[Stack
             kv_heads = 1 if config["multi_query"] else count
         if count % kv_heads:
             raise GridError(f"{what}: {kv_heads} heads of keys and values do not divide {count} heads of queries")
-        size = _find(config, () if family.even_heads else HEAD_SIZE, what, max(1, hidden // count))
+        names = () if family.even_heads else HEAD_SIZE
+        is_given = any(config.get(name) is not None for name in names)
+        if hidden % count and not is_given and not _has_uneven_heads(family):
+            raise GridError(
+                f"{what}: {count} heads do not divide a hidden size of {hidden}, and nothing gives their size"
+            )
+        size = _find(config, names, what, max(1, hidden // count))
         return Stack(
             name, _find(config, layers, what), hidden, _find(config, ffn, what, inner), gated, count, kv_heads, size,
             crosses,
@@ -195,6 +201,14 @@ def _stacks(config: Mapping[str, Any], family: Family, what: str) -> tuple[Stack
         stack("encoder", ENCODER_LAYERS, ENCODER_FFN, ENCODER_HEADS, False),
         stack("decoder", DECODER_LAYERS, ("decoder_ffn_dim", *FFN), ("decoder_attention_heads", *HEADS), True),
     )
+
+
+def _has_uneven_heads(family: Family) -> bool:
+    """Return whether a class takes heads that do not divide its hidden size, as its own defaults show."""
+    hidden, heads = (
+        next((family.defaults[n] for n in names if n in family.defaults), None) for names in (HIDDEN, HEADS)
+    )
+    return isinstance(hidden, int) and isinstance(heads, int) and hidden % heads > 0
 
 
 def _mixture(config: Mapping[str, Any], layers: int, ffn: int, what: str) -> Mixture | None:

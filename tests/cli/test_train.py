@@ -158,6 +158,7 @@ def test_under_torchrun(ranks, tmp_path):
         (("--grid", "x"), "not an axis and its size"),
         (("--chunks", "none"), "from 1 to 1024, or auto"),
         (("no such file",), "cannot be read"),
+        ((".",), "it is a folder; fix: --data ., which reads all files"),
         (("--model", "no such file"), "cannot be read"),
         (("--scheme", "4d"), "it must be"),
         (("--learning-rate", "nan"), "it must be"),

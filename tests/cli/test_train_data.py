@@ -76,7 +76,10 @@ def test_a_record_that_is_neither_text_nor_tokens(tmp_path, record, says):
 
 
 def test_lines_that_are_no_json_are_named(tmp_path):
-    for content, says in (("{nope", "Expecting property name"), ("[" * 10**5, "nested too deep")):
+    for content, says in (
+        ("{nope", "Expecting property name.*fix: one JSON object on each line"),
+        ("[" * 10**5, "nested too deep"),
+    ):
         (tmp_path / "a.jsonl").write_text(f'{{"text": "one"}}\n{content}\n')
         with pytest.raises(DataError, match=f"a.jsonl:2 cannot be read: .*{says}"):
             list(documents(tmp_path / "a.jsonl", "text"))

@@ -21,6 +21,7 @@ from test_transformers_whole import check_gradients
 
 from ndtp.models.auto import best_grid, best_of_all_grids, best_on_grid, whole_request
 from ndtp.models.auto_whole import blocks_of
+from ndtp.models.counted import built
 
 
 def test_blocks_of_models():
@@ -33,6 +34,12 @@ def test_blocks_of_models():
     queries, keys = found["cross attention"], found["cross keys"]  # of other rows, so two products
     assert queries.times == keys.times == 2 and queries.inner == keys.outs[0] == found["attention"].inner
     assert [(b.outs, b.times) for b in blocks_of(build("Phi3ForCausalLM"), 64) if b.inner == 48] == [((48, 48), 2)]
+
+
+def test_a_shared_expert_of_no_features_is_no_block():
+    config = transformers.DeepseekV3Config(num_hidden_layers=2, n_shared_experts=0, first_k_dense_replace=1)
+    found = blocks_of(built(config.to_dict()), 64)
+    assert [block.name for block in found] == ["gated mlp", "experts", "vocabulary"]
 
 
 def test_layers_that_differ_under_autocast_are_counted():

@@ -17,14 +17,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ndtp.models.counted import weights_of
 from ndtp.models.dry_step import OfWholeBatches, usual_inputs
-from ndtp.models.roles import is_linear
+from ndtp.models.roles import is_linear, vocabulary_of
 from ndtp.planner.model_sizes import CountedModel
 
 BATCH, LENGTH = 3, 32
 
 
 class Heads(TorchFunctionMode):
-    """How many heads each softmax of scores had: dim 1 of [batch, heads, queries, keys]."""
+    """How many heads each softmax of scores had: dim 1 or 2 of [batch, heads, queries, keys] as code orders them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Heads(TorchFunctionMode):
         if getattr(func, "__name__", "") in ("softmax", "scaled_dot_product_attention"):
             scores = args[0] if args else None
             if isinstance(scores, Tensor) and scores.dim() == 4 and scores.shape[0] == BATCH:
-                self.found[scores.shape[1]] += 1
+                self.found.update(scores.shape[1:3])
         return func(*args, **(kwargs or {}))
 
 
@@ -46,7 +46,7 @@ def difference(model: Any, counted: CountedModel) -> str:
     told = run(model)
     if told is None:
         return ""
-    flops, heads, rows = told
+    flops, heads, rows, of_head = told
     routers = {(block.experts, block.hidden) for block in counted.found if block.experts}
     _, planned = weights_of(model, "")
     names = {
@@ -57,9 +57,9 @@ def difference(model: Any, counted: CountedModel) -> str:
     real = sum(flops.get(name, 0) for name in names)
     if any(not flops.get(name) for name in names):
         return ""  # a part of the model that this call does not use
-    wanted = sum(
-        2 * block.times * m * k * n for block in counted.blocks(rows) if not block.experts for m, k, n in block.bounds
-    )
+    blocks = [block for block in counted.blocks(rows) if not block.experts and block.name != "vocabulary"]
+    blocks += [block for block in counted.blocks(of_head) if block.name == "vocabulary"]
+    wanted = sum(2 * block.times * m * k * n for block in blocks for m, k, n in block.bounds)
     if real != wanted:
         return f"{wanted} floating-point operations of planned products instead of {real}"
     own = {block.heads[0] for block in counted.found if block.heads}
@@ -68,8 +68,8 @@ def difference(model: Any, counted: CountedModel) -> str:
     return ""
 
 
-def run(model: Any) -> tuple[dict[str, int], Counter[int], int] | None:
-    """Operations of each Linear in a forward, heads of its softmaxes, and the rows of most Linears."""
+def run(model: Any) -> tuple[dict[str, int], Counter[int], int, int] | None:
+    """Operations of each Linear in a forward, heads of its softmaxes, and the rows of most Linears and of the head."""
     counter, heads, rows = FlopCounterMode(display=False), Heads(), Counter[nn.Module]()
     count = lambda module, args: rows.update({module: args[0].numel() // args[0].shape[-1]})  # noqa: E731
     hooks = [module.register_forward_pre_hook(count) for module in model.modules() if is_linear(module, casts=True)]
@@ -88,4 +88,5 @@ def run(model: Any) -> tuple[dict[str, int], Counter[int], int] | None:
     prefix = f"{type(model).__name__}."
     flops = {name.removeprefix(prefix): sum(each.values()) for name, each in counts.items()}
     of_most = Counter(rows.values()).most_common(1)
-    return flops, heads.found, of_most[0][0] if of_most else 0
+    most = of_most[0][0] if of_most else 0
+    return flops, heads.found, most, rows.get(vocabulary_of(model, "get_output_embeddings"), most)

@@ -63,3 +63,13 @@ def test_a_field_that_is_not_read_is_refused_by_name():
         sizes_of({"model_type": "bert", "is_decoder": True, "add_cross_attention": True})
     with pytest.raises(GridError, match="use_swiglu_ffn=True of model_type='dinov2'; by the config alone"):
         sizes_of({"model_type": "dinov2", "use_swiglu_ffn": True})
+
+
+def test_heads_that_do_not_divide_the_hidden_size_are_refused():
+    """But for classes whose own defaults are such."""
+    with pytest.raises(GridError, match="17 heads do not divide a hidden size of 1024, nor is their size given"):
+        sizes_of({"model_type": "bart", "encoder_attention_heads": 17})
+    with pytest.raises(GridError, match="6 heads do not divide a hidden size of 385"):
+        sizes_of({"model_type": "dinov3_vit", "hidden_size": 385})
+    attention, *_ = sizes_of({"model_type": "glm4v_moe_text"}).blocks(1)
+    assert (attention.hidden, attention.outs[0]) == (4096, 96 * 42)
