@@ -15,7 +15,7 @@ from ndtp.planner.search import axes_of_experts, predict, search
 pytest.importorskip("transformers")
 
 import transformers.modeling_layers
-import transformers.modeling_utils  # noqa: F401  # so that ranks are forked with it
+import transformers.modeling_utils  # so that ranks are forked with it
 from architectures import build, inputs
 from test_transformers_whole import check_gradients
 
