@@ -101,14 +101,18 @@ class Adopted(Sharded):
             )
         self.lies[name] = Lies.of(layout, stored, own.ndtp_real)
 
-    def own(self, name: str, x: Tensor) -> Tensor | None:
+    def own(self, name: str, x: Tensor | None) -> Tensor | None:
         """Return the parameter of the layer, or the tensor that hooks or a parametrization have put in its place."""
-        value = self.held(name)
+        return self.checked(name, self.held(name), x)
+
+    def checked(self, name: str, value: Tensor | None, x: Tensor | None) -> Tensor | None:
+        """Return what `held` gave, which is to be used with `x`: what a parametrization computes is asked for once."""
         if value is None:
             return None
         if value is not self._parameters.get(name):
             lies = self.lies[name]
-            check_own(value, lies.shape, lies.shard, x, f"{type(self).__name__} '{self.name}': {name}")
+            beside = value if x is None else x
+            check_own(value, lies.shape, lies.shard, beside, f"{type(self).__name__} '{self.name}': {name}")
             if value.grad_fn is not None:
                 refuse_handed_out(value, f"{type(self).__name__} '{self.name}': {name}")
             return value
@@ -227,7 +231,7 @@ class SplitEmbedding(Adopted, nn.Embedding):
         passage = Passage(
             frame, plan.out, lead, rows, self.embedding_dim, self.padded_dim, across=across, came_from=self.name
         )
-        flat, weight = passage.laid(ids.flatten()), self.needed("weight", self.weight)
+        flat, weight = passage.laid(ids.flatten()), self.needed("weight", None)
         y = look_up(flat, weight, plan, self.mesh, self.num_embeddings, self.padding_idx)  # type: ignore[arg-type]
         last: Any = vars(self).get("ndtp_last")
         if last is None or last != passage:

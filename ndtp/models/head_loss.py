@@ -80,8 +80,7 @@ def cross_entropy(
             head.plan.out, passage.features, ignore_index, label_smoothing, 0.0, reduction, passage.came_from or "loss"
         )
         plan = frame.losses[key] = LinearLossPlan(head.plan, loss, frame.loss_rows)
-    head.own("weight", rows)
-    own, bias = head.weight_and_bias()
+    own, bias = head.weight_and_bias(rows)
     dtype = dtype_of_loss(logits.dtype, rows.device.type)
     found = linear_cross_entropy(
         rows, own, bias, _all_targets(logits, target, ignore_index), plan, frame.mesh, reduction,

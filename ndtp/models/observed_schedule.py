@@ -140,8 +140,7 @@ def cross_entropy(
     if context.losses is not None:
         context.losses.has_split_loss = True
     with head.at_work():
-        head.own("weight", call.source)
-        own, bias = head.weight_and_bias()
+        own, bias = head.weight_and_bias(call.source)
         dtype = dtype_of_loss(form.dtype, own.device.type)
         found = linear_cross_entropy(
             call.source, own, bias, _all_targets(logits, target, ignore_index), plan, head.mesh, reduction,

@@ -160,11 +160,16 @@ class Projection(Adopted):
     def real_out(self) -> int:
         return self.lies["weight"].real[1 if self.is_conv else 0]
 
-    def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
+    def weight_and_bias(self, rows: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias as the product takes them: DTensors, or shards that were reordered where stored
         otherwise.
+
+        Args:
+            rows: the input with which the weight is to be used, if that is to be checked.
         """
         weight, bias = self.held("weight"), self.held("bias")
+        if rows is not None:
+            self.checked("weight", weight, rows)
         if weight is None:
             raise self.lacks("weight")
         if self.stored == self.plan.b and self.order is None:
@@ -206,13 +211,11 @@ def products(members: Sequence[Projection], x: Hidden) -> list[Tensor]:
     settled = settled_product(members, rows)
     if settled is not None:
         return settled(rows)  # type: ignore[no-any-return]
-    for member in members:
-        member.own("weight", rows)
     if len(members) == 1:
-        weight, bias = first.weight_and_bias()
+        weight, bias = first.weight_and_bias(rows)
         return [chain(rows, (weight,), (bias,), (first.plan,), (None,), first.mesh, (first,))]
     dim, parts, used = first.features_dim, first.parts, Used()
-    both = [member.weight_and_bias() for member in members]
+    both = [member.weight_and_bias(rows) for member in members]
     weights = [local_shard(weight) for weight, _ in both]
     bias = None
     if any(b is not None for _, b in both):

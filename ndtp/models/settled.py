@@ -107,11 +107,10 @@ def settled_product(members: Sequence[Any], rows: Tensor) -> Settled | None:
 def _settle(members: Sequence[Any], rows: Tensor, key: Hashable) -> Settled | None:
     first = members[0]
     for member in members:
-        member.own("weight", rows)
         weight: Any = member._parameters.get("weight")
         if weight is None or weight.dtype != rows.dtype or weight.device != rows.device:
             return None  # the program says why it does not fit
-    layers = [member.weight_and_bias() for member in members]
+    layers = [member.weight_and_bias(rows) for member in members]
     weights, biases = [local_of(weight) for weight, _ in layers], [b if b is None else local_of(b) for _, b in layers]
     found = [uses_of(member, ("weight", "bias"), pair) for member, pair in zip(members, layers, strict=True)]
     parts = first.parts if len(members) > 1 else 1  # the result of one may be split less than its weight

@@ -317,7 +317,7 @@ class ObservedEmbedding(ReadAsSplit, nn.Embedding):
         plan = self.lookup if is_split else self.for_all
         rows = tuple(a for a in grid.nontrivial(plan.out.dims[0]) if a not in context.data)
         features = grid.nontrivial(plan.out.dims[1])
-        weight = self.needed("weight", self.weight)
+        weight = self.needed("weight", None)
         dim = row_dim(ids.unsqueeze(-1), rows, context) if rows and lead else 0
         padded = list(lead)
         flat = ids.reshape(1) if not lead else ids

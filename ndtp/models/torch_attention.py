@@ -102,11 +102,16 @@ class ObservedPart(ObservedLinear):
     def held(self, name: str) -> Tensor | None:
         return self.owner.held(self.keys[name])
 
-    def own(self, name: str, x: Tensor) -> Tensor | None:
+    def own(self, name: str, x: Tensor | None) -> Tensor | None:
         return self.owner.own(self.keys[name], x)
 
-    def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
+    def checked(self, name: str, value: Tensor | None, x: Tensor | None) -> Tensor | None:
+        return self.owner.checked(self.keys[name], value, x)
+
+    def weight_and_bias(self, rows: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         weight, bias = self.held("weight"), self.held("bias")
+        if rows is not None:
+            self.checked("weight", weight, rows)
         if weight is None:
             raise self.lacks("weight")
         one = Layout(self.mesh.grid, None)

@@ -104,8 +104,8 @@ class Sharded(nn.Module):
         """The names of the parameters that the module has; a bias may have been removed."""
         return [name for name in self.lies if getattr(self, name, None) is not None]
 
-    def own(self, name: str, x: Tensor) -> Tensor | None:
-        """A parameter that is to be used with `x`.
+    def own(self, name: str, x: Tensor | None) -> Tensor | None:
+        """A parameter that is to be used with `x`, or None with what has no dtype in common with it, as ids.
 
         Raises:
             LayoutError: it was put in the place of what this module made and is no shard of it, or is still on meta.
@@ -127,12 +127,13 @@ class Sharded(nn.Module):
                 elif name not in self._parameters and not is_plain(parameter):  # by hooks
                     placements = lies.layout.placements_on(self.mesh.mesh_axes)
                     parameter = moved_in_place(parameter, tuple(placements), lies.shape, where)
-            check_own(parameter, lies.shape, lies.shard, x, f"{type(self).__name__} '{self.name}': {name}")
+            beside = parameter if x is None else x
+            check_own(parameter, lies.shape, lies.shard, beside, f"{type(self).__name__} '{self.name}': {name}")
             if parameter.grad_fn is not None:
                 refuse_handed_out(parameter, f"{type(self).__name__} '{self.name}': {name}")
         return parameter
 
-    def needed(self, name: str, x: Tensor) -> Tensor:
+    def needed(self, name: str, x: Tensor | None) -> Tensor:
         """Return a parameter that is to be used with `x`, and which the layer cannot do without; see `own`."""
         parameter = self.own(name, x)
         if parameter is None:

@@ -106,6 +106,46 @@ def test_trains_as_the_dense_model(ranks, name, of, kinds):
     ranks(4).run(check, name, of, kinds)
 
 
+class Warmed(nn.Module):
+    """A weight that grows with each call, as a schedule of its own has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return weight * (self.calls / 4)
+
+
+def warmed(model: nn.Module, train: bool) -> tuple[torch.Tensor, dict[str, int]]:
+    """What the third call gives, and how often each weight is computed until then."""
+    found, layers = {}, [(name, layer) for name, layer in model.named_modules() if "weight" in layer._parameters]
+    for name, layer in layers:
+        found[name] = Warmed()
+        nn.utils.parametrize.register_parametrization(layer, "weight", found[name])
+        found[name].calls = 0
+    with torch.set_grad_enabled(train):
+        for _ in range(3):
+            given = model.train(train)(IDS)
+    return getattr(given, "logits", given) * 1, {name: each.calls for name, each in found.items()}
+
+
+def check_once() -> None:
+    for name in ("Net", "GPT2LMHeadModel"):
+        for train in (True, False):
+            expected, once = warmed(made(name), train)
+            model = ndtp.parallelize(made(name), mesh_of(Grid(x=2)), example=IDS)
+            given, counts = warmed(model, train)
+            assert counts == once and set(counts.values()) == {3}
+            torch.testing.assert_close(given, expected)
+
+
+def test_a_parametrization_that_comes_later_is_computed_once_a_call(ranks):
+    """One with a state of its own, as spectral norms have it, takes as many steps as in the dense model."""
+    ranks(2).run(check_once)
+
+
 def check_report() -> None:
     model = ndtp.parallelize(
         computed(made("Net"), "weight_norm", "Linear"), mesh_of(Grid(x=2)), example=IDS, scheme="1d"
