@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ndtp.compute.traces import refuse_batched
-from ndtp.ops.moving import as_own
+from ndtp.ops.moving import as_own, refuse_second
 from ndtp.runtime.arrival import Deferred, arrived, is_plain, taken_in
 from ndtp.runtime.moves import Move
 from ndtp.runtime.program import NO_LEAVES, Program
@@ -122,11 +122,6 @@ class _Call:
 
 
 _NOTHING: tuple[Any, Any] = (None, None)
-# Said at the first backward that autograd is to differentiate, on every rank, before any collective.
-_NO_SECOND = (
-    "MatMul '{}': its gradient cannot be differentiated again, and create_graph=True asks for that\n"
-    "  fix: create_graph=False, or the dense layer (to_dense) where a gradient of gradients is wanted"
-)
 
 
 class _Chain(torch.autograd.Function):
@@ -148,7 +143,7 @@ class _Chain(torch.autograd.Function):
         refuse_batched(grad, " -> ".join([plan.name for plan in program.plans]))
         step.late.enter()
         if torch.is_grad_enabled():
-            raise RuntimeError(_NO_SECOND.format(" -> ".join([plan.name for plan in program.plans])))
+            refuse_second(" -> ".join([plan.name for plan in program.plans]), "MatMul ")
         call.check_unchanged()
         kept = list(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained: each goes when its product is done

@@ -119,7 +119,7 @@ class _Used(torch.autograd.Function):
         return grad.new_zeros(()).expand(ctx.shape), None, None, None  # a placeholder that the arrival drops
 
 
-def refuse_second(name: str) -> None:
+def refuse_second(name: str, op: str = "") -> None:
     """Refuse double backward at the first backward, since autograd would not see all that is computed.
 
     Raises:
@@ -127,6 +127,7 @@ def refuse_second(name: str) -> None:
     """
     if torch.is_grad_enabled():
         raise RuntimeError(
-            f"'{name}': its gradient cannot be differentiated again, and create_graph=True asks for that\n"
-            "  fix: create_graph=False, or the dense layer (to_dense) where a gradient of gradients is wanted"
+            f"{op}'{name}': its gradient cannot be differentiated again, and create_graph=True asks for that\n"
+            "  fix: create_graph=False; or a dense layer where a gradient of gradients is wanted: a model that "
+            "parallelize did not split, layers that its keep= names, or to_dense() of a layer of ndtp.nn"
         )
