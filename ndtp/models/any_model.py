@@ -15,6 +15,7 @@ from ndtp.algebra.schemes import BlockLayouts
 from ndtp.errors import LayoutError
 from ndtp.models.adopted import Adopted, adopt, is_placed
 from ndtp.models.at_work import reads_parameters
+from ndtp.models.computed import plain_weight
 from ndtp.models.data_loss import average_loss
 from ndtp.models.fused_order import order_of
 from ndtp.models.left_alone import is_foreign, why_left
@@ -91,7 +92,7 @@ class AnyModel(Placing):
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and not isinstance(module, Adopted):
                 refuse_own_rows(name, module, self.mesh.grid.nontrivial(self.frame.outside.dims[0]))
                 if not self.is_kept(name):
-                    setting_against(name, module, id(module.weight) in tied)
+                    setting_against(name, module, id(plain_weight(module)) in tied)
         for part in parts:
             self._part(part)
             modules[part.name] = part.layer
@@ -202,7 +203,7 @@ class AnyModel(Placing):
     def _unite(self, layers: dict[str, Any]) -> None:
         """Layers that share a weight stand on one side, and those that share it with a table lead in."""
         first: dict[int, str] = {}
-        tables = {id(m.weight) for m in self.model.modules() if isinstance(m, nn.Embedding)}
+        tables = {id(plain_weight(m)) for m in self.model.modules() if isinstance(m, nn.Embedding)}
         for name, layer in layers.items():
             owner = first.setdefault(id(layer.weight), name)
             self.leads_in[name] = id(layer.weight) in tables or self.leads_in.get(owner, True)
@@ -213,12 +214,13 @@ class AnyModel(Placing):
         """Tables whose weight a layer has, too, by the id of the weight."""
         return {
             id(m.weight): name for name, m in layers.items()
-            if any(isinstance(e, nn.Embedding) and e.weight is m.weight for e in modules.values())
+            if any(isinstance(e, nn.Embedding) and plain_weight(e) is m.weight for e in modules.values())
         }  # fmt: skip
 
     def _table(self, name: str, module: nn.Embedding, tied: dict[int, str]) -> None:
-        is_tied = id(module.weight) in tied and is_placed(module.weight)
-        reason = BY_PLAN if self.is_kept(name) else setting_against(name, module, id(module.weight) in tied)
+        weight = plain_weight(module)
+        is_tied = weight is not None and id(weight) in tied and is_placed(weight)
+        reason = BY_PLAN if self.is_kept(name) else setting_against(name, module, id(weight) in tied)
         if reason is None and module.embedding_dim == 1 and not is_tied:
             reason = "it has one feature"
         if reason is not None:
@@ -229,7 +231,7 @@ class AnyModel(Placing):
         grid, outside, out = self.mesh.grid, self.frame.outside.dims[0], self.layouts_of(name).input
         width = -(-module.embedding_dim // self.count) * self.count
         if is_tied:
-            owner: Any = dict(self.model.named_modules())[tied[id(module.weight)]]
+            owner: Any = dict(self.model.named_modules())[tied[id(weight)]]
             table, rows = owner.plan.b, owner.lies["weight"].shape[0]
             if owner.is_conv or owner.stored != owner.plan.b or not owner.leads_in:
                 raise LayoutError(

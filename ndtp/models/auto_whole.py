@@ -14,6 +14,7 @@ from ndtp.algebra.schemes import BlockLayouts
 from ndtp.algebra.wire import Wire
 from ndtp.errors import LayoutError
 from ndtp.models.auto import Choice, best_of_all_grids, best_on_grid, whole_request
+from ndtp.models.computed import plain_weight
 from ndtp.models.expert_layers import ExpertsRole, experts_role
 from ndtp.models.roles import (
     AttentionRole,
@@ -102,9 +103,9 @@ def _vocabulary(
     if not isinstance(table, nn.Embedding):
         return []
     if not is_linear(head, casts=True):  # one that is not named, but has the table's weight
-        head = next((m for m in modules.values() if is_linear(m, casts=True) and m.weight is table.weight), None)
+        head = next((m for m in modules.values() if is_linear(m, casts=True) and m.weight is plain_weight(table)), None)
     is_head = head is not None
-    tied = is_head and head.weight is table.weight
+    tied = is_head and head.weight is plain_weight(table)
     block = Block.vocabulary(tokens, width, table.num_embeddings, tied, is_head)
     if is_head:  # which may have fewer classes than the table has rows
         block = replace(block, outs=features(head)[1:])

@@ -30,6 +30,11 @@ def set_hooked_apart(model: nn.Module) -> None:
             module.__class__ = made_class(f"Hooked{theirs.__name__}", (Hooked, theirs), made)
 
 
+def plain_weight(module: nn.Module) -> nn.Parameter | None:
+    """Return the weight that a layer has as a parameter; one that is computed is not: to read it is to compute it."""
+    return module._parameters.get("weight")
+
+
 def is_computed(module: nn.Module) -> bool:
     """Return whether a layer computes a parameter of its own from others."""
     return isinstance(module, Hooked) or parametrize.is_parametrized(module)

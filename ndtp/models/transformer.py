@@ -15,6 +15,7 @@ from ndtp.models.adapters import place_adapters, reason_against, wrappers_in
 from ndtp.models.adopted import Adopted, SplitNorm, adopt, is_placed
 from ndtp.models.at_work import reads_parameters
 from ndtp.models.attention_core import AttentionModule, Core, place_core
+from ndtp.models.computed import plain_weight
 from ndtp.models.data_loss import average_loss
 from ndtp.models.expert_layers import experts_role, place_experts
 from ndtp.models.fused_order import heads_in_order, rows_in_order
@@ -258,19 +259,20 @@ class Split(Placing):
         names = {id(module): name for name, module in modules.items()}
         tables = [m for m in modules.values() if isinstance(m, nn.Embedding) and m.embedding_dim in self.widths]
         first, head = (vocabulary_of(model, name) for name in ("get_input_embeddings", "get_output_embeddings"))
-        shared = [m for m in tables if first is not None and (m is first or m.weight is getattr(first, "weight", None))]
+        of_first = None if first is None else plain_weight(first)
+        shared = [m for m in tables if m is first or (of_first is not None and plain_weight(m) is of_first)]
         vocabulary = max([m.num_embeddings for m in shared], default=0)
         if not is_linear(head) or features(head)[0] not in self.widths:
             head = None
         by_plan = [names[id(m)] for m in (head, *shared) if m is not None and self.is_kept(names[id(m)])]
         of_head = None if head is None else head.weight
-        odd = {names[id(m)]: setting_against(names[id(m)], m, m.weight is of_head) for m in shared}
+        odd = {names[id(m)]: setting_against(names[id(m)], m, plain_weight(m) is of_head is not None) for m in shared}
         alone = {name: reason for name, reason in odd.items() if reason} | dict.fromkeys(by_plan, BY_PLAN)
         if alone:  # a table and a head that share a weight stay whole together
             self.kept |= alone
-            kept = {id(modules[name].weight) for name in alone}
+            kept = {id(plain_weight(modules[name])) for name in alone}
             head = None if head is not None and id(head.weight) in kept else head
-            shared = [m for m in shared if id(m.weight) not in kept]
+            shared = [m for m in shared if id(plain_weight(m)) not in kept]
         is_tied = head is not None and any(table.weight is head.weight for table in shared)
         up = self.layouts.up_weight
         multiple = math.lcm(up.num_splits(0), self.layouts.hidden.num_splits(1))  # logits may be split further
