@@ -134,16 +134,13 @@ class AnyModel(Placing):
         if self.is_kept(name):
             self.kept[name] = BY_PLAN
             return
-        if name in self.twice:
-            self.kept[name] = TWICE
-            return
         if min(inside, outside) == 1:
             self.kept[name] = f"{inside} to {outside} features: one cannot be split"
             return
         leads_in = isinstance(self.layouts_of(name), OfProduct) or self.leads_in.get(name, True)
         is_own = isinstance(module, nn.Linear) and not computes_under_autocast(module)  # asked before its class changes
         self._product(name, module, leads_in, sections=self._sections(name, outside, leads_in), kind=ObservedLinear)
-        module.is_own_under_autocast = is_own
+        module.is_own_under_autocast, module.is_twice = is_own, name in self.twice
         self.linears += 1
 
     def _product(self, name: str, module: Any, leads_in: bool, **options: Any) -> None:

@@ -10,7 +10,7 @@ import functools
 import inspect
 import types
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, _GeneratorContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -40,10 +40,15 @@ class RootRows(OwnRows):
         super().__init__(frame.mesh, frame.outside.dims[0], name)
         self.frame = frame
 
+    def while_running(self) -> _GeneratorContextManager[None]:
+        """A context in which code of the model runs again, in a checkpoint's backward, as in the forward of now."""
+        running = self.frame.running
+        return self._again(bool(running) and running[0] is not None and running[0].wants_inputs)
+
     @contextmanager
-    def while_running(self) -> Iterator[None]:
-        """A context in which code of the model runs again, in a checkpoint's backward, as in the model's forward."""
+    def _again(self, wants_inputs: bool) -> Iterator[None]:
         reads = CodeReads()
+        reads.wants_inputs = wants_inputs
         self.frame.running.append(reads)
         try:
             with super().while_running():
@@ -85,6 +90,7 @@ def _noting(theirs: Any, name: str, mesh: GridLike, compiles: bool) -> Any:
         if name != "forward" and frame.running:  # called by what notes already
             return method(self, *args, **kwargs)
         reads = CodeReads()
+        reads.wants_inputs = torch.is_grad_enabled() and _wants_gradients(args, kwargs)
         frame.running.append(reads)
         rows.begin()
         try:
@@ -100,6 +106,11 @@ def _noting(theirs: Any, name: str, mesh: GridLike, compiles: bool) -> Any:
         return given
 
     return run
+
+
+def _wants_gradients(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether one of the inputs of a call is a leaf that wants a gradient."""
+    return any(isinstance(x, torch.Tensor) and x.requires_grad and x.is_leaf for x in (*args, *kwargs.values()))
 
 
 def _refuse_drafts(who: str, model: Any, given: dict[str, Any]) -> None:

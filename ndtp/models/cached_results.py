@@ -1,4 +1,4 @@
-"""Caches of functions that a run on tensors without memory has filled: `functools.lru_cache`, and dicts."""
+"""Caches of functions, `functools.lru_cache`, that a run on tensors without memory has filled."""
 
 from __future__ import annotations
 
@@ -19,26 +19,13 @@ LINK = "_lru_list_elem"  # an entry of a bounded cache
 def forgotten_fake_results(model: nn.Module) -> Iterator[None]:
     """Empty each cache beside a model's code that a run on such tensors inside has filled, rotary tables by length: a
     real run gets it.
-
-    A dict loses the entries that hold one and that held none before the run: others are the program's own.
     """
-    before = {id(cache): (cache, _fake_entries(cache)) for cache in _caches_beside(model) if type(cache) is dict}
     try:
         yield
     finally:
         for cache in _caches_beside(model):
-            if type(cache) is not dict:
-                if _holds_fake(cache):
-                    cache.cache_clear()
-                continue
-            _, own = before.get(id(cache), (cache, set()))
-            for key in _fake_entries(cache) - own:
-                del cache[key]
-
-
-def _fake_entries(cache: dict[Any, Any]) -> set[Any]:
-    """The keys of a dict whose values are such tensors, or hold one."""
-    return {key for key, value in cache.items() if _is_fake(value) or _holds_fake(value, 2)}
+            if _holds_fake(cache):
+                cache.cache_clear()
 
 
 def _caches_beside(model: nn.Module) -> Iterator[Any]:
@@ -53,8 +40,6 @@ def _caches_beside(model: nn.Module) -> Iterator[Any]:
         found = vars(sys.modules[name]) if name in sys.modules else {}
         for value in [value for key, value in found.items() if key != "__builtins__"]:
             for each in (value, *(vars(value).values() if isinstance(value, type) else ())):
-                if type(each) is dict:
-                    yield each
                 yield from _caches_in(each, seen)
     for part in model.modules():
         for each in list(vars(part).values()):

@@ -46,7 +46,10 @@ class CodeReads:
 
     Attributes:
         read: these and their names, by their ids; None: there are none.
+        wants_inputs: whether the forward was given a leaf that wants a gradient, which often has one of its own then.
     """
+
+    wants_inputs = False
 
     read: dict[int, tuple[Tensor, str]] | None = None  # of the class, so that a forward without reads makes nothing
     _stand_ins: dict[int, StandIn]  # for each the last one

@@ -32,6 +32,7 @@ from ndtp.models.observed_chains import Chains
 from ndtp.models.opened_attention import open_to_see
 from ndtp.models.roles import features, is_linear
 from ndtp.models.run_eagerly import compiled_parts_run_eagerly
+from ndtp.models.state_beside import kept_beside
 from ndtp.nn.parameters import computed_in
 from ndtp.split.elementwise import NAMES, named
 from ndtp.split.tensor import getters
@@ -307,7 +308,7 @@ def _observed(model: nn.Module, args: Any, kwargs: Any, device: Any) -> Observat
 def _watched(model: nn.Module, args: Any, kwargs: Any, device: Any, gradients: Any) -> Observation:
     mode: Any = nullcontext() if device is REAL else FakeTensorMode(allow_non_fake_inputs=True)
     devices = {p.device for p in model.parameters() if p.is_cuda} if device is REAL else set()
-    with random_kept(devices), parameters_kept(model.parameters() if device is REAL else ()):
+    with kept_beside(model), random_kept(devices), parameters_kept(model.parameters() if device is REAL else ()):
         memo: dict[int, Any] = {id(p): p for p in model.parameters()}
         memo[id(vars(model).get("ndtp_waiting"))] = None
         if device is not REAL:

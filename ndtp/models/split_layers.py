@@ -171,6 +171,7 @@ class ObservedLinear(ReadAsSplit, Projection):
         turns: whether what it gives is to lie as what it takes, since the model adds one to the other.
         own_forward: of a class of the model's own, which may take inputs of another dtype than the weight's.
         is_own_under_autocast: whether that gives something else there than a Linear does.
+        is_twice: whether the model's own code differentiates its gradients again.
     """
 
     context: Context
@@ -178,6 +179,7 @@ class ObservedLinear(ReadAsSplit, Projection):
     group: Any
     own_forward: Any = None
     is_own_under_autocast = False
+    is_twice = False
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
@@ -195,11 +197,21 @@ class ObservedLinear(ReadAsSplit, Projection):
         refuse_traces(f"'{self.name}'", exports=False)
         if self.own_forward is not None and self._is_of_another_dtype(x):
             return self.own_forward(x)  # type: ignore[no-any-return]
+        running = self.frame.running
+        if running and (self.is_twice or (running[0] is not None and running[0].wants_inputs)):
+            return self._by_rule(x)
         if self.schedule is not None and (made := self.schedule.called(self, x)) is not None:
             return made
         with self.at_work():
             y, rows = self.group.result(self, x) if self.group is not None else self.product([self], x)[0]
         return self.given(y, rows)
+
+    def _by_rule(self, x: Tensor) -> Tensor:
+        """Multiply by the rule for activations, whose gradients can be differentiated any number of times."""
+        if not self.is_conv:
+            return torch.nn.functional.linear(x, self.weight, self.bias)
+        y = x @ self.weight
+        return y if self.bias is None else y + self.bias
 
     def _is_of_another_dtype(self, x: Tensor) -> bool:
         weight = self._parameters.get("weight")

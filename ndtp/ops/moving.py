@@ -106,7 +106,8 @@ class _Used(torch.autograd.Function):
         grad = grad.to_dense() if grad.is_sparse else grad
         late, sums = mesh.step.late, mesh.step.partial_sums
         late.enter()
-        refuse_second(plan.name)
+        if torch.is_grad_enabled():  # create_graph=True: by itself, the other way, which has a gradient again
+            return _Used.apply(grad, plan.back, mesh, None), None, None, None  # type: ignore[no-untyped-call]
         held = sums.holds_back and deferred is not None and deferred.accumulates(ctx.next_functions[0][0])
         way = way_of(grad, plan.back.steps, mesh, plan.name, "wgrad", plan.back.kind)
         leaf = None if deferred is None else deferred.leaf

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,8 @@ from ndtp.algebra.steps import Step
 from ndtp.compute import norms as one_rank
 from ndtp.errors import LayoutError
 from ndtp.ops import compiled_layers
-from ndtp.ops.moving import as_own, enter, moved, refuse_second, sent, taken, way_of
-from ndtp.ops.reductions import merged
+from ndtp.ops.moving import as_own, enter, moved, sent, taken, way_of
+from ndtp.ops.reductions import merged, reduce, relayout_plan
 from ndtp.runtime.arrival import is_plain
 from ndtp.runtime.versions import refuse_changed, version_of
 
@@ -152,11 +152,13 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         plan, mesh = ctx.plan, ctx.mesh
         mesh.step.late.enter()
-        refuse_second(plan.name)
         if ctx.watched is not None:
             watched, seen = ctx.watched
             refuse_changed(watched, seen, f"the weight of '{plan.name}'")
         x, gain, mean, scale = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True
+            bias = None if ctx.bias_dtype is None else x.new_zeros(x.shape[1], dtype=ctx.bias_dtype, requires_grad=True)
+            return (*_gradients_again(grad, (x, gain, bias), ctx.needs_input_grad, plan, mesh), None, None, None)
         real = plan.real(mesh.rank)
         normal = _cut(one_rank.normalized(x, mean, scale), real)
         dy = _cut(grad.to(normal.dtype), real)
@@ -173,6 +175,30 @@ class _Norm(torch.autograd.Function):
             dx = one_rank.input_gradient(dnormal, normal, finish(), scale, plan.features)
             dx = _cut(dx, real).to(x.dtype)
         return dx, dgain, dbias, None, None, None
+
+
+def _gradients_again(
+    grad: Tensor,
+    operands: tuple[Tensor, Tensor | None, Tensor | None],
+    needs: Sequence[bool],
+    plan: NormPlan,
+    mesh: GridLike,
+) -> list[Tensor | None]:
+    """The gradients of the rows, the gain and the bias, of which there are gradients again: of the norm by operations
+    and sums that autograd knows.
+    """
+    x, gain, bias = operands
+    real, axes, rows = plan.real(mesh.rank), plan.merge.axes, Layout(plan.layout.grid, plan.layout.dims[0])
+    summed = relayout_plan(rows, rows, axes, axes, plan.name)
+    total = lambda each: reduce(each.sum(1), summed, mesh).unsqueeze(1) / plan.features  # noqa: E731
+    values = x[:, :real].to(one_rank.wide(x.dtype))
+    if plan.centred:
+        values = values - total(values)
+    normal = values * (total(values.square()) + plan.eps).rsqrt()
+    y = _cut(one_rank.scaled(torch.nn.functional.pad(normal, (0, x.shape[1] - real)), gain, bias, x.dtype), real)
+    wanted = [p for p, is_needed in zip(operands, needs, strict=False) if p is not None and is_needed]
+    found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True))
+    return [next(found) if is_needed else None for is_needed in needs[:3]]
 
 
 def bound_norm(x: Tensor, plan: NormPlan, mesh: GridLike, offset: float = 0.0) -> Callable[..., Tensor]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -97,7 +96,8 @@ class _Checkpoint(CheckpointFunction):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
         given = [x for x in args if isinstance(x, Tensor)]
-        ctx.ndtp_rows, ctx.ndtp_forms = at_work(), _forms(given)
+        rows = at_work()
+        ctx.ndtp_again, ctx.ndtp_forms = None if rows is None else rows.while_running(), _forms(given)
         result = CheckpointFunction.forward(ctx, *args)
         # Of a tensor that comes back autograd makes a view, which has no form.
         return mapped(result, lambda x: x.view_as(x) if any(x is y for y in given) else _computed(x), Tensor)
@@ -105,8 +105,8 @@ class _Checkpoint(CheckpointFunction):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         """The gradients that its inputs have kept, which autograd wants as shards without a form."""
-        with nullcontext() if ctx.ndtp_rows is None else ctx.ndtp_rows.while_running():
-            kept = _backward_of_torch(_InForm(ctx), *grads)
+        run = partial(_backward_of_torch, _InForm(ctx))
+        kept = (run if ctx.ndtp_again is None else ctx.ndtp_again(run))(*grads)
         with torch._C.DisableTorchFunctionSubclass():
             return tuple(x.view_as(x) if isinstance(x, Tensor) else x for x in kept)
 

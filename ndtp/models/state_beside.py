@@ -1,0 +1,193 @@
+"""State beside a model's modules that its code changes, and that a run without numbers must leave as it was.
+
+Globals, attributes of classes, of functions and of other objects, variables of closures, default arguments: a copy of
+the model shares them all.  What the code of the model's classes names is looked at, and what that names in turn.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+import types
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from operator import is_not
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ndtp.models.forward_code import parts_of
+
+_FOREIGN = {"torch", "builtins", "ndtp", "numpy", "typing", "collections", "functools", "abc", "math", "os", "sys"}
+_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
+_NUMBERS = (type(None), bool, int, float, complex, str, bytes, tuple, frozenset)
+_MOST, _MOST_LOOKED_INTO = 100_000, 1000  # entries of a container
+_LARGEST = 1 << 20  # elements of a tensor
+_GONE = object()
+
+
+@contextmanager
+def kept_beside(model: nn.Module) -> Iterator[None]:
+    """A context after which the state beside a model's modules is what it was before."""
+    kept = _Kept()
+    packages = {kind.__module__.partition(".")[0] for part in model.modules() for kind in type(part).__mro__}
+    kept.packages = packages - _FOREIGN
+    for part in model.modules():
+        for kind in type(part).__mro__:
+            kept.look_at(kind)
+        kept.namespace(vars(part))  # which code may find by a closure, in the place of a copy
+        for each in list(vars(part).values()):
+            kept.look_at(each)
+    try:
+        yield
+    finally:
+        kept.put_back()
+
+
+class _Kept:
+    """What was found, and how to put each of it back."""
+
+    packages: set[str]
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+        self._seen: dict[int, Any] = {}  # which keeps it, so that nothing else has its id
+
+    def put_back(self) -> None:
+        for undo in self._undo:
+            undo()
+
+    def look_at(self, value: Any) -> None:
+        """Keep the state that a value has, or that its code names."""
+        waiting = [value]
+        while waiting:
+            value = waiting.pop()
+            if id(value) in self._seen or type(value) in _NUMBERS:
+                continue
+            self._seen[id(value)] = value
+            waiting += self._parts(value)
+
+    def _parts(self, value: Any) -> list[Any]:
+        """Keep what a value holds; return what is to be looked at because of it."""
+        kind = type(value)
+        if kind in _CONTAINERS:
+            return self._container(value)
+        if kind is Tensor:
+            self._tensor(value)
+        elif isinstance(value, (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)):
+            self._undo.append(_state_of(value))
+        elif kind is types.MethodType:
+            return [value.__func__]
+        elif kind is functools._lru_cache_wrapper:
+            return [value.__wrapped__]
+        elif kind is property:
+            return [value.fget]
+        elif not self._is_own(value):
+            return []
+        elif kind is types.FunctionType:
+            return self._function(value)
+        elif isinstance(value, type):
+            self.namespace(vars(value), lambda key, x: setattr(value, key, x), lambda key: delattr(value, key))
+            return [getattr(x, "__func__", x) for x in vars(value).values()]
+        elif not isinstance(value, nn.Module) and isinstance(own := getattr(value, "__dict__", None), dict):
+            self.namespace(own)
+            return list(own.values())
+        return []
+
+    def _is_own(self, value: Any) -> bool:
+        """Return whether a function, a class or an object is of the packages that define the model."""
+        owner = value if isinstance(value, (type, types.FunctionType)) else type(value)
+        return str(getattr(owner, "__module__", "")).partition(".")[0] in self.packages
+
+    def _function(self, function: types.FunctionType) -> list[Any]:
+        found: list[Any] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        self.namespace(vars(function))
+        for cell in function.__closure__ or ():
+            try:
+                value = cell.cell_contents
+            except ValueError:  # an empty one
+                continue
+            found.append(value)
+            if type(value) in _NUMBERS:
+                self._undo.append(partial(setattr, cell, "cell_contents", value))
+        known, names = function.__globals__, {name for code in parts_of(function.__code__) for name in code.co_names}
+        first = {name: known.get(name, _GONE) for name in names}
+
+        def undo() -> None:
+            for name, value in first.items():
+                now = known.get(name, _GONE)
+                if now is value or not (_is_state(value) and _is_state(now)):
+                    continue
+                if value is _GONE:
+                    del known[name]
+                else:
+                    known[name] = value
+
+        self._undo.append(undo)
+        return [*found, *(value for value in first.values() if value is not _GONE)]
+
+    def namespace(
+        self, own: Any, put: Callable[[str, Any], None] | None = None, drop: Callable[[str], None] | None = None
+    ) -> None:
+        """Keep the numbers, texts and containers that a namespace has; those that come later go.
+
+        Args:
+            put, drop: set and delete an entry, where the namespace itself cannot be written to.
+        """
+        first = {key: value for key, value in own.items() if _is_state(value)}
+        put, drop = put or own.__setitem__, drop or own.__delitem__
+
+        def undo() -> None:
+            for key, value in list(own.items()):
+                if key not in first and _is_state(value) and not key.startswith("__"):
+                    drop(key)
+            for key, value in first.items():
+                if own.get(key, _GONE) is not value and not key.startswith("__"):
+                    put(key, value)
+
+        self._undo.append(undo)
+
+    def _container(self, value: Any) -> list[Any]:
+        if len(value) > _MOST:
+            return []
+        held = lambda: [*value, *(value.values() if isinstance(value, dict) else ())]  # noqa: E731
+        first, copied = held(), copy.copy(value)
+
+        def undo() -> None:
+            now = held()
+            if len(now) != len(first) or any(map(is_not, now, first)):
+                value.clear()
+                (value.extend if isinstance(value, (list, deque)) else value.update)(copied)
+
+        self._undo.append(undo)
+        return first if len(first) <= _MOST_LOOKED_INTO else []
+
+    def _tensor(self, x: Tensor) -> None:
+        if x.numel() > _LARGEST or x.is_meta or x.layout is not torch.strided or x.is_inference():
+            return
+        version, numbers = x._version, x.detach().clone()
+
+        def undo() -> None:
+            if x._version != version:
+                with torch.no_grad():
+                    x.copy_(numbers)
+
+        self._undo.append(undo)
+
+
+def _state_of(generator: Any) -> Callable[[], None]:
+    """Return what sets a generator of random numbers to where it is now."""
+    if isinstance(generator, random.Random):
+        return partial(generator.setstate, generator.getstate())
+    if isinstance(generator, np.random.Generator):
+        return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+    return partial(generator.set_state, generator.get_state())
+
+
+def _is_state(value: Any) -> bool:
+    return value is _GONE or type(value) in _NUMBERS or type(value) in _CONTAINERS or isinstance(value, Tensor)
