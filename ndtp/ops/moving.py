@@ -129,6 +129,6 @@ def refuse_second(name: str, op: str = "") -> None:
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"{op}'{name}': its gradient cannot be differentiated again, and create_graph=True asks for that\n"
-            "  fix: create_graph=False; or a dense layer where a gradient of gradients is wanted: a model that "
-            "parallelize did not split, layers that its keep= names, or to_dense() of a layer of ndtp.nn"
+            "  fix: call a model that parallelize split with a leaf that wants a gradient, x.requires_grad_(), which "
+            "gives its layers such gradients; elsewhere create_graph=False, or dense layers (keep=, to_dense of ndtp.nn)"
         )
