@@ -228,8 +228,11 @@ def coded_elements(
 def _by_kind(text: str, kinds: Sequence[str]) -> dict[str, str | None]:
     if "=" not in text:
         return dict.fromkeys(kinds, text)
-    pairs = (entry.partition("=") for entry in text.split(","))
-    return {kind.strip(): name.strip() for kind, _, name in pairs}
+    pairs = [entry.partition("=") for entry in text.split(",")]
+    found: dict[str, str | None] = {kind.strip(): name.strip() for kind, _, name in pairs}
+    if len(found) < len(pairs):
+        raise _refusal(text, "names one of its kinds twice")
+    return found
 
 
 def _single(asked: Mapping[str, Any]) -> dict[str, Any]:

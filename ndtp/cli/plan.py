@@ -151,7 +151,10 @@ def plan(
             write_json(json_file, result(chosen) | {"model": model_as_dict(sizes)})
             return
     if emit is not None:
-        raise GridError("plan: --emit takes a --model of one stack of layers, and the objective time")
+        raise GridError(
+            "plan: --emit writes a program for a --model of one stack of like layers (no encoder beside a decoder, no "
+            "dense layers beside experts) and --objective time\n  fix: leave out --emit, and take the grid"
+        )
     if tokens is None and model is not None:
         tokens = tokens_of(model, batch, sequence)
     if tokens is None:

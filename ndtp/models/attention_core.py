@@ -7,6 +7,7 @@ caches and attention kernels are the model's own, and know of no grid.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -244,6 +245,13 @@ class Core:
 
     def _inside(self, x: Tensor) -> Hidden:
         """Return as hidden states what the model's code made of the heads of this rank."""
+        lead = self.given.lead if self.is_whole else self._seen(self.given)
+        if math.prod(x.shape[:-1]) != math.prod(lead) and not self.of_tokens:
+            raise LayoutError(
+                f"parallelize: what leads back from the heads of '{self.name}' takes {tuple(x.shape)}, and all of its "
+                f"samples are {tuple(lead)}\n  fix: a call for each part of them: with peft's adapter_names=, one for "
+                "each adapter, or no adapter behind the heads"
+            )
         if self.is_whole:
             rows = shard_of(self, x.reshape(*self.given.lead, x.shape[-1]), self.inner)
         else:

@@ -181,6 +181,8 @@ class SameCalls:
         (factor, changed), loaded, self._operands = steps.between.taken(), self.mesh.step.taken_loaded(), []
         alike: list[Any] = [found, accumulates, backwards, taken, optimizers, changed, loaded]
         is_seen, config = torch.is_grad_enabled() or (number - 1) % SELDOM == 0 or steps.is_new, {}
+        order = [*set(kwargs.get("adapter_names") or ())]  # by which peft goes, and which Python draws for each process
+        of_rows.append(order)
         if is_seen:
             config = self._settings(number)
             steps.state_of(model, self.thorough or (number - 1) % SELDOM == 0)
@@ -190,6 +192,7 @@ class SameCalls:
             made = [*thread_facts(found, device_type), *facts_of(inputs, self._rows), *last]
             made.append(Fact("accumulating gradients", accumulates > 0))
             made += [Fact("backward passes so far", backwards), Fact("optimizer steps so far", taken)]
+            made.append(Fact("order of a set of names", order, self._rows))
             made += [fact for each in optimizers for fact in settings_by_name(*each)]
             made += steps.changed_gradients(dict(changed))
             made += [Fact(f"weight '{name}' as it was loaded", f"hash {seen:016x}") for name, seen in loaded]
@@ -270,7 +273,8 @@ class SameCalls:
         if type(output) is Tensor:
             found = [output] if output.requires_grad else []
         else:
-            found = [x for _, x in _tensors_of(output) if x.requires_grad and not isinstance(x, (Pending, Noted))]
+            tensors = [x for _, x in leaves_of(output) if isinstance(x, Tensor)]
+            found = [x for x in tensors if x.requires_grad and not isinstance(x, (Pending, Noted))]
         for index, x in enumerate(found):
             is_first = index == 0 and (len(found) == 1 or not x.dim())
             self._hook(x, self.calls, is_first and type(x) is Tensor and self.whole_inputs)
@@ -357,10 +361,6 @@ class SameCalls:
             with Speaking(conversation, what):
                 of_rows = [fact[:2] for fact in facts]
                 compare(self.mesh, conversation, Point(what, None, of_rows, numbers, facts=lambda: facts), self.rows)
-
-
-def _tensors_of(output: Any) -> list[tuple[str, Tensor]]:
-    return [(name, x) for name, x in leaves_of(output) if isinstance(x, Tensor)]
 
 
 def entries_of(model: nn.Module) -> list[nn.Module]:

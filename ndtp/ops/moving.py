@@ -130,5 +130,5 @@ def refuse_second(name: str, op: str = "") -> None:
         raise RuntimeError(
             f"{op}'{name}': its gradient cannot be differentiated again, and create_graph=True asks for that\n"
             "  fix: call a model that parallelize split with a leaf that wants a gradient, x.requires_grad_(), which "
-            "gives its layers such gradients; elsewhere create_graph=False, or dense layers (keep=, to_dense of ndtp.nn)"
+            "gives its layers such gradients; elsewhere create_graph=False, or dense layers (keep=, to_dense())"
         )

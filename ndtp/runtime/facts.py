@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ndtp.errors import LayoutError
+
 PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 _LEAVES = (Tensor, *PLAIN)
 _SAMPLE = 4096  # numbers of a tensor of real ones that are looked at
@@ -77,10 +79,20 @@ def hash_of(x: Tensor) -> Tensor | int:
 
 @torch.no_grad()
 def hash_of_content(x: Tensor) -> Tensor:
-    """A hash of all bytes of a tensor of any dtype, computed where it lies; zero of one without numbers."""
-    x = x.detach().reshape(-1)
+    """A hash of all bytes of a tensor of any dtype, computed where it lies; zero of one without numbers.
+
+    Raises:
+        LayoutError: it has numbers and no memory.
+    """
     if x.is_meta or not x.numel() or x.is_quantized:
         return torch.zeros((), dtype=torch.int64, device="cpu")
+    if type(x) in (Tensor, torch.nn.Parameter) and not x.data_ptr():
+        raise LayoutError(
+            f"a weight {tuple(x.shape)} has no memory: a plain parameter was given a split tensor by `.data =`, of "
+            "which torch takes the sizes alone\n  fix: p.data = x.full_tensor(), a whole tensor; what peft makes of "
+            "several adapters (add_weighted_adapter) is made before parallelize"
+        )
+    x = x.detach().reshape(-1)
     data = x.contiguous().view(torch.uint8)
     data = torch.nn.functional.pad(data, (0, -data.numel() % 8)) if data.numel() % 8 else data
     words = (data if data.storage_offset() % 8 == 0 else data.clone()).view(torch.int64)

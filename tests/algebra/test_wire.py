@@ -20,6 +20,7 @@ from ndtp.planner.search import plan, wire_savings
         ({"weight": "bf16"}, "names 'weight'"),
         ("weights=fp8,gradient=bf16", "names 'gradient'"),
         ("weights=", "has '', which is none of"),
+        ("weights=fp8,weights=int8", "names one of its kinds twice"),
         ("products=fp16", "'fp16' for products, which is none of bf16, fp8"),
         ("error_feedback=yes", "'yes' for error_feedback"),
     ],

@@ -155,6 +155,33 @@ def check_prompts(folder):
         )
 
 
+def check_several():
+    """Samples of one call may have adapters of their own; what is made of several is made before."""
+    import peft
+
+    mesh, given = mesh_of(Grid(x=2)), {"input_ids": torch.arange(24).view(4, 6)}
+    for target in ("q_proj", "o_proj"):
+        config = peft.LoraConfig(r=2, target_modules=[target], init_lora_weights=False)
+        torch.manual_seed(0)
+        dense = peft.get_peft_model(build("LlamaForCausalLM", **ONE_LAYER), config)
+        dense.add_adapter("other", config)
+        dense = dense.double().eval()
+        model = ndtp.parallelize(copy.deepcopy(dense), mesh, scheme="1d")
+        names = ["default", "other", "__base__", "default"]
+        if target == "o_proj":
+            with pytest.raises(ndtp.LayoutError, match=r"takes \([12], 6, 32\), and all of its samples are \(4, 6\)"):
+                model(**given, adapter_names=names)
+        else:
+            found, expected = (each(**given, adapter_names=names).logits for each in (model, dense))
+            torch.testing.assert_close(found, expected)
+    model = ndtp.parallelize(copy.deepcopy(dense), mesh, scheme="1d")
+    new, weight = nn.Parameter(torch.zeros(32, 32)), model.get_submodule("base_model.model.lm_head").weight
+    new.data = weight.data[:32] * 0.5
+    model.get_submodule("base_model.model.model.norm").register_parameter("new", new)
+    with pytest.raises(ndtp.LayoutError, match=r"has no memory.*\n  fix: p.data = x.full_tensor\(\)"):
+        model(**given)
+
+
 def check_volume():
     """Where hidden states want gradients: counted to the byte."""
     mesh = mesh_of(Grid(x=2, y=2))
@@ -180,3 +207,8 @@ def test_adapters_of_peft(ranks, tmp_path):
 def test_prompts_of_peft(ranks, tmp_path):
     pytest.importorskip("peft")
     ranks(2).run(check_prompts, tmp_path)
+
+
+def test_several_adapters_of_peft(ranks):
+    pytest.importorskip("peft")
+    ranks(2).run(check_several)

@@ -99,7 +99,7 @@ class Counted(nn.Module):
         self.table, self.up, self.down = nn.Embedding(20, 16), nn.Linear(16, 32), nn.Linear(32, 8)
 
     def forward(self, ids):
-        type(self).calls += 1
+        Counted.calls += 1
         factors = [way() for way in WAYS]
         return self.down(self.up(self.table(ids)).tanh()) * (sum(factors) + self.calls)
 
