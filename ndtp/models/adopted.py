@@ -103,7 +103,8 @@ class Adopted(Sharded):
 
     def own(self, name: str, x: Tensor | None) -> Tensor | None:
         """Return the parameter of the layer, or the tensor that hooks or a parametrization have put in its place."""
-        return self.checked(name, self.held(name), x)
+        value = self.held(name)
+        return None if value is None else self.checked(name, value, x)
 
     def checked(self, name: str, value: Tensor | None, x: Tensor | None) -> Tensor | None:
         """Return what `held` gave, which is to be used with `x`: what a parametrization computes is asked for once."""

@@ -245,13 +245,6 @@ class Core:
 
     def _inside(self, x: Tensor) -> Hidden:
         """Return as hidden states what the model's code made of the heads of this rank."""
-        lead = self.given.lead if self.is_whole else self._seen(self.given)
-        if math.prod(x.shape[:-1]) != math.prod(lead) and not self.of_tokens:
-            raise LayoutError(
-                f"parallelize: what leads back from the heads of '{self.name}' takes {tuple(x.shape)}, and all of its "
-                f"samples are {tuple(lead)}\n  fix: a call for each part of them: with peft's adapter_names=, one for "
-                "each adapter, or no adapter behind the heads"
-            )
         if self.is_whole:
             rows = shard_of(self, x.reshape(*self.given.lead, x.shape[-1]), self.inner)
         else:
@@ -262,11 +255,22 @@ class Core:
         )
         return enter(rows.view_as(rows), given)
 
+    def _check_samples(self, x: Tensor) -> None:
+        """Refuse some of the samples, where an adapter behind the heads takes all of them."""
+        lead = self.given.lead if self.is_whole else self._seen(self.given)
+        if math.prod(x.shape[:-1]) != math.prod(lead) and not self.of_tokens:
+            raise LayoutError(
+                f"parallelize: what leads back from the heads of '{self.name}' takes {tuple(x.shape)}, and all of its "
+                f"samples are {tuple(lead)}\n  fix: a call for each part of them: with peft's adapter_names=, one for "
+                "each adapter, or no adapter behind the heads"
+            )
+
     def _adapted(self, member: Projection, base: Projection, x: Tensor) -> Tensor:
         """Return the result of one of an adapter's two layers, beside a projection of this module."""
         if isinstance(x, Placeholder):
             x = x.source
         elif not isinstance(x, Hidden):
+            self._check_samples(x)
             x = self._inside(x)
         (y,) = products([member], member.taken(x))
         if not member.gives_features:

@@ -23,7 +23,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ndtp.compute.traces import TransformedError, is_in_transform
-from ndtp.models.cached_results import forgotten_fake_results
 from ndtp.models.kept_parameters import parameters_kept
 from ndtp.models.kept_random import random_kept
 from ndtp.models.kinds import Kinds
@@ -327,7 +326,7 @@ def _watched(model: nn.Module, args: Any, kwargs: Any, device: Any, gradients: A
         found, watch = Observation(), _Watch()
         hooks = list(_hooked(shadow, watch, found))
         watch.names = {id(p): name for name, p in shadow.named_parameters(remove_duplicate=False)}
-        with forgotten_fake_results(model), mode, watch, _silent(), gradients:
+        with mode, watch, _silent(), gradients:
             out = shadow(*args, **kwargs)
             watch.chains.end(out, shadow)
         for hook in hooks:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ndtp.models.cached_results import forgotten_fake_results
 from ndtp.models.forward_code import parts_of
 
 _FOREIGN = {"torch", "builtins", "ndtp", "numpy", "typing", "collections", "functools", "abc", "math", "os", "sys"}
@@ -33,7 +34,7 @@ _GONE = object()
 
 @contextmanager
 def kept_beside(model: nn.Module) -> Iterator[None]:
-    """A context after which the state beside a model's modules is what it was before."""
+    """A context after which the state beside a model's modules is what it was before, without results of no numbers."""
     kept = _Kept()
     packages = {kind.__module__.partition(".")[0] for part in model.modules() for kind in type(part).__mro__}
     kept.packages = packages - _FOREIGN
@@ -44,13 +45,14 @@ def kept_beside(model: nn.Module) -> Iterator[None]:
         for each in list(vars(part).values()):
             kept.look_at(each)
     try:
-        yield
+        with forgotten_fake_results(model):
+            yield
     finally:
         kept.put_back()
 
 
 class _Kept:
-    """What was found, and how to put each of it back."""
+    """The state that was found, and how each part of it is put back."""
 
     packages: set[str]
 
