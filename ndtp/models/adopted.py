@@ -30,7 +30,7 @@ from ndtp.nn.sharded import Lies, Sharded
 from ndtp.ops.few_rows import is_inference
 from ndtp.ops.lookup import LookupPlan, look_up
 from ndtp.ops.norms import NormPlan, bound_norm, norm, with_eps
-from ndtp.runtime.arrival import stored_shape
+from ndtp.runtime.arrival import is_plain, stored_shape
 from ndtp.runtime.eagerly import WHY_EAGER, eagerly
 from ndtp.runtime.halves import laid_sizes
 from ndtp.runtime.handed_out import refuse_handed_out
@@ -133,6 +133,8 @@ class Adopted(Sharded):
         """A dense one is put on the grid, and stays the same object."""
         lies = vars(self).get("lies", {}).get(name)
         if lies is not None and param is not None:
+            if not is_plain(param) and not is_placed(param):  # computed, as what is left of a weight norm
+                param = nn.Parameter(param.detach().full_tensor(), param.requires_grad)  # type: ignore[attr-defined]
             take_place(param, lies, self.mesh, f"{self.name}.{name}")
         super().register_parameter(name, param)
 

@@ -139,7 +139,9 @@ class Replicated(nn.Module):
         mesh, full_name = self.ndtp_frame.mesh, f"{self.ndtp_name}.{name}"
         if own is not None and param is not None and is_placed(own):
             take_place(param, Lies.of(own.ndtp_layout, stored_shape(own), own.ndtp_real), mesh, full_name)
-        elif own is None and param is not None and is_plain(param) and not is_placed(param):
+        elif own is None and param is not None and not is_placed(param):
+            if not is_plain(param):  # computed of those on the grid, as what is left of a weight norm that is removed
+                param = nn.Parameter(param.detach().full_tensor(), param.requires_grad)  # type: ignore[attr-defined]
             put_on_grid(param, Layout(mesh.grid, *[None] * param.dim()), mesh, full_name)
         super().register_parameter(name, param)
 

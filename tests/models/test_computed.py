@@ -146,6 +146,49 @@ def test_a_parametrization_that_comes_later_is_computed_once_a_call(ranks):
     ranks(2).run(check_once)
 
 
+class Vocoder(nn.Module):
+    """A convolution and a layer, whose norms are removed before inference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.mix, self.down = nn.Linear(8, 32), nn.Conv1d(4, 4, 3, padding=1), nn.Linear(32, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.mix(self.up(x))))
+
+
+def removed(kind: str, is_before: bool, mesh: ndtp.ProcessGrid | None) -> torch.Tensor:
+    torch.manual_seed(0)
+    model, x = Vocoder().double(), torch.randn(2, 4, 8, dtype=torch.float64)
+
+    def norms(norm: str) -> None:
+        torch.manual_seed(1)
+        for layer in (model.up, model.mix, model.down):
+            getattr(nn.utils, norm)(layer)
+
+    if is_before:
+        norms(kind)
+    if mesh is not None:
+        ndtp.parallelize(model, mesh, example=x)
+    if not is_before:
+        norms(kind)
+    model(x).square().mean().backward()
+    model.eval()
+    norms(f"remove_{kind}")
+    return model(x) * 1
+
+
+def check_removed() -> None:
+    mesh = mesh_of(Grid(x=2))
+    for kind in ("weight_norm", "spectral_norm"):
+        for is_before in (True, False):
+            torch.testing.assert_close(removed(kind, is_before, mesh), removed(kind, is_before, None))
+
+
+def test_norms_of_weights_are_removed_again(ranks):
+    ranks(2).run(check_removed)
+
+
 def check_report() -> None:
     model = ndtp.parallelize(
         computed(made("Net"), "weight_norm", "Linear"), mesh_of(Grid(x=2)), example=IDS, scheme="1d"
