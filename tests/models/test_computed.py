@@ -189,6 +189,34 @@ def test_norms_of_weights_are_removed_again(ranks):
     ranks(2).run(check_removed)
 
 
+class DropsWeights(nn.Module):
+    """A layer whose weight another module computes for each call (Merity et al. 2017)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.inner = nn.Linear(8, 32), nn.Linear(32, 12)
+        self.raw = nn.Parameter(self.inner._parameters.pop("weight").detach())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.inner.weight = self.raw * 1.25
+        return self.inner(self.up(x))
+
+
+def check_dropped() -> None:
+    torch.manual_seed(0)
+    dense, x = DropsWeights().double(), torch.randn(4, 8, dtype=torch.float64)
+    torch.manual_seed(0)
+    model = ndtp.parallelize(DropsWeights().double(), mesh_of(Grid(x=2)))
+    for each in (dense, model):
+        each(x).square().sum().backward()
+    for ours, theirs in zip(model.parameters(), dense.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+def test_a_weight_that_is_set_in_each_call(ranks):
+    ranks(2).run(check_dropped)
+
+
 def check_report() -> None:
     model = ndtp.parallelize(
         computed(made("Net"), "weight_norm", "Linear"), mesh_of(Grid(x=2)), example=IDS, scheme="1d"
