@@ -101,11 +101,12 @@ def is_linear(module: Any, casts: bool = False) -> bool:
     """
     if isinstance(module, nn.Linear):
         weight = module._parameters.get("weight")
-        if weight is None or is_of_own_class(weight):  # without: code computes one for each call
+        if weight is not None and is_of_own_class(weight):
             return False
-        kind = type(module)
-        if kind is nn.Linear or getattr(module, "is_called", False):
+        if getattr(module, "is_called", False):
             return True
+        if type(module) is nn.Linear:
+            return weight is not None  # without, code computes one for each call
         return computes_linear(module, casts)
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 

@@ -172,6 +172,7 @@ class ObservedLinear(ReadAsSplit, Projection):
         own_forward: of a class of the model's own, which may take inputs of another dtype than the weight's.
         is_own_under_autocast: whether that gives something else there than a Linear does.
         is_twice: whether the model's own code differentiates its gradients again.
+        has_own_weight: whether code finds the layer's weight as that of a Linear.
     """
 
     context: Context
@@ -180,6 +181,7 @@ class ObservedLinear(ReadAsSplit, Projection):
     own_forward: Any = None
     is_own_under_autocast = False
     is_twice = False
+    has_own_weight = True
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
@@ -198,7 +200,8 @@ class ObservedLinear(ReadAsSplit, Projection):
         if self.own_forward is not None and self._is_of_another_dtype(x):
             return self.own_forward(x)  # type: ignore[no-any-return]
         running = self.frame.running
-        if running and (self.is_twice or (running[0] is not None and running[0].wants_inputs)):
+        is_twice = self.is_twice or (bool(running) and running[0] is not None and running[0].wants_inputs)
+        if is_twice and running and self.has_own_weight:
             return self._by_rule(x)
         if self.schedule is not None and (made := self.schedule.called(self, x)) is not None:
             return made

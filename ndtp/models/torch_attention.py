@@ -79,6 +79,7 @@ class ObservedPart(ObservedLinear):
     owner: ObservedMultihead
     keys: dict[str, str]
     rows: range
+    has_own_weight = False
 
     @property
     def weight(self) -> Any:  # type: ignore[override]

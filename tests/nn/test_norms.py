@@ -154,16 +154,6 @@ def check_meta_and_memory():
     assert memory.gradients == x + 2 * FEATURES // 2 * 4 and memory.kept == 2 * rows * 4, memory
     gemma = ndtp.nn.RMSNorm(FEATURES, 1e-6, mesh=mesh, scheme="2d", offset=1.0)
     assert not gemma.weight.full_tensor().any() and gemma.to_dense().weight.min() == 1
-    try:
-        torch.autograd.grad(
-            module(torch.ones(rows, FEATURES // 2, requires_grad=True)).sum(),
-            list(module.parameters()),
-            create_graph=True,
-        )
-    except RuntimeError as error:
-        assert "create_graph" in str(error)
-    else:
-        raise AssertionError("a gradient of gradients was not refused")
     return [
         message_of(lambda: ndtp.nn.LayerNorm(15, mesh=mesh, scheme="2d")),
         message_of(lambda: ndtp.nn.LayerNorm.from_dense(torch.nn.LayerNorm((4, 4)), mesh=mesh)),

@@ -67,7 +67,7 @@ def test_a_field_that_is_not_read_is_refused_by_name():
 
 def test_heads_that_do_not_divide_the_hidden_size_are_refused():
     """But for classes whose own defaults are such."""
-    with pytest.raises(GridError, match="17 heads do not divide a hidden size of 1024, nor is their size given"):
+    with pytest.raises(GridError, match="17 heads do not divide a hidden size of 1024, and nothing gives their size"):
         sizes_of({"model_type": "bart", "encoder_attention_heads": 17})
     with pytest.raises(GridError, match="6 heads do not divide a hidden size of 385"):
         sizes_of({"model_type": "dinov3_vit", "hidden_size": 385})
