@@ -18,7 +18,7 @@ from torch import nn
 
 from ndtp.compute.traces import refuse_traces
 from ndtp.errors import LayoutError
-from ndtp.models.code_reads import CodeReads
+from ndtp.models.code_reads import CodeReads, wants_gradients
 from ndtp.models.forward_code import function_below
 from ndtp.models.frame import Frame
 from ndtp.models.made_classes import made_class
@@ -90,7 +90,7 @@ def _noting(theirs: Any, name: str, mesh: GridLike, compiles: bool) -> Any:
         if name != "forward" and frame.running:  # called by what notes already
             return method(self, *args, **kwargs)
         reads = CodeReads()
-        reads.wants_inputs = torch.is_grad_enabled() and _wants_gradients(args, kwargs)
+        reads.wants_inputs = wants_gradients(args, kwargs)
         frame.running.append(reads)
         rows.begin()
         try:
@@ -106,11 +106,6 @@ def _noting(theirs: Any, name: str, mesh: GridLike, compiles: bool) -> Any:
         return given
 
     return run
-
-
-def _wants_gradients(args: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether one of the inputs of a call is a leaf that wants a gradient."""
-    return any(isinstance(x, torch.Tensor) and x.requires_grad and x.is_leaf for x in (*args, *kwargs.values()))
 
 
 def _refuse_drafts(who: str, model: Any, given: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ def forgotten_fake_results(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for cache in _caches_beside(model):
-            if _holds_fake(cache):
+            if holds_fake(cache):
                 cache.cache_clear()
 
 
@@ -39,7 +39,7 @@ def _caches_beside(model: nn.Module) -> Iterator[Any]:
             continue
         found = vars(sys.modules[name]) if name in sys.modules else {}
         for value in [value for key, value in found.items() if key != "__builtins__"]:
-            for each in (value, *(vars(value).values() if isinstance(value, type) else ())):
+            for each in (value, *(vars(value).values() if issubclass(type(value), type) else ())):
                 yield from _caches_in(each, seen)
     for part in model.modules():
         for each in list(vars(part).values()):
@@ -48,7 +48,7 @@ def _caches_beside(model: nn.Module) -> Iterator[Any]:
 
 def _caches_in(function: Any, seen: set[int], depth: int = 3) -> Iterator[Any]:
     """A function's cache, that of what it wraps, and those that its closure holds."""
-    if id(function) in seen or not callable(function) or isinstance(function, type):
+    if id(function) in seen or not callable(function) or issubclass(type(function), type):
         return
     seen.add(id(function))
     if type(function) is functools._lru_cache_wrapper:
@@ -65,7 +65,7 @@ def _is_fake(x: Any) -> bool:
     return issubclass(kind, FakeTensor) or (issubclass(kind, Tensor) and x.is_meta)
 
 
-def _holds_fake(cache: Any, depth: int = 4) -> bool:
+def holds_fake(cache: Any, depth: int = 4) -> bool:
     waiting: list[Any] = [cache]
     for _ in range(depth):  # the cache, its entries, a result, and a tuple of several
         waiting = [x for each in waiting if not issubclass(type(each), Tensor) for x in gc.get_referents(each)]

@@ -41,6 +41,13 @@ class StandIn(NamedTuple):
     has_grad: bool
 
 
+def wants_gradients(args: Any, kwargs: Any) -> bool:
+    """Return whether a call gets a leaf that wants a gradient, and gives one a graph."""
+    return torch.is_grad_enabled() and any(
+        isinstance(x, Tensor) and x.requires_grad and x.is_leaf for x in tree_leaves((args, kwargs))
+    )
+
+
 class CodeReads:
     """The parameters that one forward has read.
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from ndtp.compute.traces import refuse_batched, refuse_traces
+from ndtp.models.code_reads import wants_gradients
 from ndtp.models.noted import Noted
 from ndtp.models.pending import Pending
 from ndtp.models.same_inputs import facts_of, inputs_of, settings_in
@@ -101,9 +102,8 @@ class SameCalls:
 
     @property
     def is_on(self) -> bool:
-        mesh, asked = self.mesh, self.check
-        if asked is None:
-            asked = mesh.check is not False
+        mesh = self.mesh
+        asked = mesh.check is not False if self.check is None else self.check
         return asked and mesh.device_mesh is not None and may_compare(mesh.device_type)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SameCalls:
@@ -179,7 +179,8 @@ class SameCalls:
             self._look_at(name, value, of_rows, numbers)
         accumulates, backwards, taken = self.mesh.step.partial_sums.depth, self.backwards, steps.taken
         (factor, changed), loaded, self._operands = steps.between.taken(), self.mesh.step.taken_loaded(), []
-        alike: list[Any] = [found, accumulates, backwards, taken, optimizers, changed, loaded]
+        has_leaf = wants_gradients(args, kwargs)
+        alike: list[Any] = [has_leaf, found, accumulates, backwards, taken, optimizers, changed, loaded]
         is_seen, config = torch.is_grad_enabled() or (number - 1) % SELDOM == 0 or steps.is_new, {}
         order = [*set(kwargs.get("adapter_names") or ())]  # by which peft goes, and which Python draws for each process
         of_rows.append(order)
@@ -192,7 +193,7 @@ class SameCalls:
             made = [*thread_facts(found, device_type), *facts_of(inputs, self._rows), *last]
             made.append(Fact("accumulating gradients", accumulates > 0))
             made += [Fact("backward passes so far", backwards), Fact("optimizer steps so far", taken)]
-            made.append(Fact("order of a set of names", order, self._rows))
+            made += [Fact("leaf that wants a gradient", has_leaf), Fact("order of a set of names", order, self._rows)]
             made += [fact for each in optimizers for fact in settings_by_name(*each)]
             made += steps.changed_gradients(dict(changed))
             made += [Fact(f"weight '{name}' as it was loaded", f"hash {seen:016x}") for name, seen in loaded]

@@ -9,24 +9,28 @@ from __future__ import annotations
 import copy
 import functools
 import random
+import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from operator import is_not
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ndtp.models.cached_results import forgotten_fake_results
+from ndtp.models.cached_results import forgotten_fake_results, holds_fake
 from ndtp.models.forward_code import parts_of
 
 _FOREIGN = {"torch", "builtins", "ndtp", "numpy", "typing", "collections", "functools", "abc", "math", "os", "sys"}
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
-_NUMBERS = (type(None), bool, int, float, complex, str, bytes, tuple, frozenset)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_NUMBERS = (*_PLAIN, tuple, frozenset)
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 _MOST, _MOST_LOOKED_INTO = 100_000, 1000  # entries of a container
 _LARGEST = 1 << 20  # elements of a tensor
 _GONE = object()
@@ -62,26 +66,29 @@ class _Kept:
 
     def put_back(self) -> None:
         for undo in self._undo:
-            undo()
+            with suppress(Exception):  # of a class of somebody else's that forbids it: all others go back
+                undo()
 
     def look_at(self, value: Any) -> None:
         """Keep the state that a value has, or that its code names."""
         waiting = [value]
         while waiting:
             value = waiting.pop()
-            if id(value) in self._seen or type(value) in _NUMBERS:
+            if id(value) in self._seen or type(value) in _PLAIN:
                 continue
             self._seen[id(value)] = value
             waiting += self._parts(value)
 
     def _parts(self, value: Any) -> list[Any]:
         """Keep what a value holds; return what is to be looked at because of it."""
-        kind = type(value)
+        kind = type(value)  # not `isinstance`, which runs code of objects that pass for others
         if kind in _CONTAINERS:
             return self._container(value)
+        if issubclass(kind, (tuple, frozenset)):
+            return [*value][:_MOST_LOOKED_INTO]
         if kind is Tensor:
             self._tensor(value)
-        elif isinstance(value, (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)):
+        elif issubclass(kind, _GENERATORS):
             self._undo.append(_state_of(value))
         elif kind is types.MethodType:
             return [value.__func__]
@@ -93,18 +100,21 @@ class _Kept:
             return []
         elif kind is types.FunctionType:
             return self._function(value)
-        elif isinstance(value, type):
-            self.namespace(vars(value), lambda key, x: setattr(value, key, x), lambda key: delattr(value, key))
+        elif issubclass(kind, type):
+            self.namespace(vars(value), partial(type.__setattr__, value), partial(type.__delattr__, value))
             return [getattr(x, "__func__", x) for x in vars(value).values()]
-        elif not isinstance(value, nn.Module) and isinstance(own := getattr(value, "__dict__", None), dict):
-            self.namespace(own)
-            return list(own.values())
+        else:
+            own = _attributes_of(value)
+            if own is not None and not issubclass(kind, nn.Module):
+                self.namespace(own)
+            return [kind, *(own or {}).values()]
         return []
 
     def _is_own(self, value: Any) -> bool:
-        """Return whether a function, a class or an object is of the packages that define the model."""
-        owner = value if isinstance(value, (type, types.FunctionType)) else type(value)
-        return str(getattr(owner, "__module__", "")).partition(".")[0] in self.packages
+        """Return whether a function, a class or an object is of the packages that define the model, or of a script."""
+        owner = value if issubclass(type(value), (type, types.FunctionType)) else type(value)
+        package = str(getattr(owner, "__module__", "")).partition(".")[0]
+        return package in self.packages or (package not in _FOREIGN and _is_of_a_script(package))
 
     def _function(self, function: types.FunctionType) -> list[Any]:
         found: list[Any] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
@@ -115,7 +125,7 @@ class _Kept:
             except ValueError:  # an empty one
                 continue
             found.append(value)
-            if type(value) in _NUMBERS:
+            if _is_state(value):
                 self._undo.append(partial(setattr, cell, "cell_contents", value))
         known, names = function.__globals__, {name for code in parts_of(function.__code__) for name in code.co_names}
         first = {name: known.get(name, _GONE) for name in names}
@@ -123,7 +133,8 @@ class _Kept:
         def undo() -> None:
             for name, value in first.items():
                 now = known.get(name, _GONE)
-                if now is value or not (_is_state(value) and _is_state(now)):
+                is_left = (_is_state(value) and _is_state(now)) or holds_fake(now)
+                if now is value or not is_left:
                     continue
                 if value is _GONE:
                     del known[name]
@@ -170,8 +181,8 @@ class _Kept:
         return first if len(first) <= _MOST_LOOKED_INTO else []
 
     def _tensor(self, x: Tensor) -> None:
-        if x.numel() > _LARGEST or x.is_meta or x.layout is not torch.strided or x.is_inference():
-            return
+        if x.numel() > _LARGEST or x.is_meta or x.layout is not torch.strided or x.is_inference() or x._is_view():
+            return  # a view has the memory of another one
         version, numbers = x._version, x.detach().clone()
 
         def undo() -> None:
@@ -180,6 +191,22 @@ class _Kept:
                     x.copy_(numbers)
 
         self._undo.append(undo)
+
+
+def _attributes_of(value: Any) -> dict[str, Any] | None:
+    """Return the attributes of an object, if it has a dict of them; no code of its class runs."""
+    try:
+        own = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return own if type(own) is dict else None
+
+
+@functools.cache
+def _is_of_a_script(package: str) -> bool:
+    """Return whether a module lies where nothing is installed, beside the program."""
+    file = getattr(sys.modules.get(package), "__file__", None) or ""
+    return bool(file) and "site-packages" not in file and not file.startswith(str(Path(types.__file__).parent))
 
 
 def _state_of(generator: Any) -> Callable[[], None]:
@@ -192,4 +219,5 @@ def _state_of(generator: Any) -> Callable[[], None]:
 
 
 def _is_state(value: Any) -> bool:
-    return value is _GONE or type(value) in _NUMBERS or type(value) in _CONTAINERS or isinstance(value, Tensor)
+    kind = type(value)
+    return value is _GONE or kind in _NUMBERS or kind in _CONTAINERS or issubclass(kind, Tensor)

@@ -129,6 +129,7 @@ def refuse_second(name: str, op: str = "") -> None:
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"{op}'{name}': its gradient cannot be differentiated again, and create_graph=True asks for that\n"
-            "  fix: call a model that parallelize split with a leaf that wants a gradient, x.requires_grad_(), which "
-            "gives its layers such gradients; elsewhere create_graph=False, or dense layers (keep=, to_dense())"
+            "  fix: call a split model that is no stock transformer with a leaf that wants a gradient, "
+            "x.requires_grad_(): its layers have such gradients then; elsewhere create_graph=False, or dense layers "
+            "(keep=, to_dense())"
         )

@@ -57,6 +57,7 @@ FIXES = (  # by the beginning of a topic
     ("uses of", "the same layers in the same order on every rank; one that has no rows for a layer calls it without "
      "any, layer(x[mask])"),
     ("hooks", "the same hooks on every rank"),
+    ("leaf that wants", "x.requires_grad_() of an input on every rank, or on none"),
     ("order of a set", "PYTHONHASHSEED=0 in the environment of every rank"),
     ("what", "the same calls in the same order on every rank"),
 )  # fmt: skip

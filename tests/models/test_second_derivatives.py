@@ -112,7 +112,10 @@ def check_named():
     loss = model(torch.ones(4, 6, dtype=torch.float64)).sum()
     with pytest.raises(RuntimeError, match=r"(?s)cannot be differentiated again.*fix: .*requires_grad_"):
         torch.autograd.grad(loss, [*model.parameters()], create_graph=True)
+    x = torch.ones(4, 6, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(ndtp.MismatchError, match=r"leaf that wants a gradient: .*\n  fix: x.requires_grad_"):
+        model(x if model.ndtp_report.mesh.rank else x * 1)
 
 
-def test_without_an_input_that_wants_a_gradient_it_is_named(ranks):
+def test_what_has_one_derivative_and_ranks_that_ask_for_others_are_named(ranks):
     ranks(2).run(check_named)

@@ -12,12 +12,16 @@ import ndtp
 from ndtp import Grid
 
 NUMBER, LISTS, TABLE, LOSSES = 0, [0], {"n": 0}, []
-SEEN = torch.zeros(())
+SEEN, PAIR = torch.zeros(()), ([0], "kept")
 DRAWS, NUMPY_DRAWS = random.Random(0), np.random.default_rng(0)
 
 
 class Counter:
-    n = 0
+    n, ticks = 0, 0
+
+    def tick(self):
+        type(self).ticks += 1
+        return self.ticks
 
 
 OWN = Counter()
@@ -58,6 +62,15 @@ def of_object():
     return OWN.n
 
 
+def of_method():
+    return OWN.tick()
+
+
+def of_tuple():
+    PAIR[0][0] += 1
+    return PAIR[0][0]
+
+
 def of_default(kept=[0]):  # noqa: B006
     kept[0] += 1
     return kept[0]
@@ -88,7 +101,21 @@ def drawn():
     return DRAWS.random() + NUMPY_DRAWS.random()
 
 
-WAYS = [number, of_list, of_dict, of_function, of_class, of_object, of_default, counting(), of_losses, of_tensor, drawn]
+WAYS = [
+    number,
+    of_list,
+    of_dict,
+    of_function,
+    of_class,
+    of_object,
+    of_default,
+    counting(),
+    of_losses,
+    of_tensor,
+    drawn,
+    of_method,
+    of_tuple,
+]
 
 
 class Counted(nn.Module):
@@ -122,7 +149,7 @@ def patched():
 def counts():
     kept, closure = of_default.__defaults__[0], WAYS[7].__closure__[0]
     found = [NUMBER, LISTS[0], TABLE["n"], of_function.n, Counter.n, OWN.n, kept[0], closure.cell_contents]
-    return [*found, len(LOSSES), int(SEEN), Counted.calls]
+    return [*found, len(LOSSES), int(SEEN), Counted.calls, Counter.ticks, PAIR[0][0]]
 
 
 def drawing():
