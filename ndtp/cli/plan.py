@@ -153,7 +153,7 @@ def plan(
     if emit is not None:
         raise GridError(
             "plan: --emit writes a program for a --model of one stack of like layers (no encoder beside a decoder, no "
-            "dense layers beside experts) and --objective time\n  fix: leave out --emit, and take the grid"
+            "dense layers beside experts) and --objective time; fix: leave out --emit, and take the grid"
         )
     if tokens is None and model is not None:
         tokens = tokens_of(model, batch, sequence)

@@ -83,23 +83,23 @@ def _noting(theirs: Any, name: str, mesh: GridLike, compiles: bool) -> Any:
         if compiles and torch.compiler.is_compiling():
             return method(self, *args, **kwargs)
         rows: RootRows = vars(self)["ndtp_rows"]  # of this model: a copy has its own
-        frame = rows.frame
+        running = rows.frame.running
         if is_synced and rows.axes:
             _refuse_drafts(theirs.__name__, self, kwargs)
             kwargs["synced_gpus"] = True  # ranks whose rows have ended call on until all others' have
-        if name != "forward" and frame.running:  # called by what notes already
+        if name != "forward" and running:  # called by what notes already
             return method(self, *args, **kwargs)
         reads = CodeReads()
-        reads.wants_inputs = wants_gradients(args, kwargs)
-        frame.running.append(reads)
+        reads.wants_inputs = not running and wants_gradients(args, kwargs)  # the root's are asked for
+        running.append(reads)
         rows.begin()
         try:
             with cast_for(mesh):  # not of a dry run's, which has no autocast
                 given = method(self, *args, **kwargs)
         finally:
             rows.end()
-            frame.running.pop()
-        if not frame.running:
+            running.pop()
+        if not running:
             settle(given)
         if reads.read:
             reads.watch(given, Noted)

@@ -1,4 +1,4 @@
-"""State beside a model's modules that its code changes, and that a run without numbers must leave as it was.
+"""State beside a model's modules that its code changes, and that a run which only observes the model leaves as it was.
 
 Globals, attributes of classes, of functions and of other objects, variables of closures, default arguments: a copy of
 the model shares them all.  What the code of the model's classes names is looked at, and what that names in turn.
@@ -102,7 +102,7 @@ class _Kept:
             return self._function(value)
         elif issubclass(kind, type):
             self.namespace(vars(value), partial(type.__setattr__, value), partial(type.__delattr__, value))
-            return [getattr(x, "__func__", x) for x in vars(value).values()]
+            return [x.__func__ if type(x) in (staticmethod, classmethod) else x for x in vars(value).values()]
         else:
             own = _attributes_of(value)
             if own is not None and not issubclass(kind, nn.Module):
@@ -194,10 +194,10 @@ class _Kept:
 
 
 def _attributes_of(value: Any) -> dict[str, Any] | None:
-    """Return the attributes of an object, if it has a dict of them; no code of its class runs."""
+    """Return the attributes of an object, if it has a dict of them."""
     try:
         own = object.__getattribute__(value, "__dict__")
-    except AttributeError:
+    except Exception:  # there is none, or it is a property, which may raise anything
         return None
     return own if type(own) is dict else None
 

@@ -6,7 +6,7 @@ from products import mesh_of
 from torch import nn
 
 import ndtp
-from ndtp import Grid
+from ndtp import CommMeter, Grid
 
 
 class Critic(nn.Module):
@@ -105,6 +105,20 @@ def check(grid, name):
 @pytest.mark.parametrize("grid", [Grid(x=2, y=2), Grid(dp=2, x=2), Grid(z=2, y=2)], ids=str)
 def test_gradients_of_gradients_are_those_of_the_dense_model(ranks, grid, name):
     ranks(4).run(check, grid, name)
+
+
+def check_volume():
+    """The bytes of a call with such an input are what the report says of one."""
+    model = ndtp.parallelize(made(Critic), mesh_of(Grid(x=2, y=2)))
+    x = torch.ones(8, 6, dtype=torch.float64, requires_grad=True)
+    model(x)  # the first call compares weights
+    with CommMeter() as meter:
+        model(x).sum().backward()
+    assert meter.volume == model.ndtp_report.volume(x=x) != model.ndtp_report.volume(x=x.detach())
+
+
+def test_bytes_are_counted(ranks):
+    ranks(4).run(check_volume)
 
 
 def check_named():

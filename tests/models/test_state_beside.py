@@ -10,6 +10,7 @@ from torch import nn
 
 import ndtp
 from ndtp import Grid
+from ndtp.models.state_beside import kept_beside
 
 NUMBER, LISTS, TABLE, LOSSES = 0, [0], {"n": 0}, []
 SEEN, PAIR = torch.zeros(()), ([0], "kept")
@@ -118,8 +119,15 @@ WAYS = [
 ]
 
 
+class Proxy:
+    """Answers nothing but to the class that it passes for, as one of a request that is not there."""
+
+    def __getattribute__(self, name):
+        raise RuntimeError(f"asked for {name} outside of a request")
+
+
 class Counted(nn.Module):
-    calls = 0
+    calls, request = 0, Proxy()
 
     def __init__(self):
         super().__init__()
@@ -169,6 +177,12 @@ def check(example):
     for _ in range(2):
         torch.testing.assert_close(model(ids), dense(ids))
     assert model[1].calls == dense[1].calls == 2
+
+
+def test_what_refuses_questions_is_asked_none():
+    with kept_beside(Counted()):
+        TABLE["of a run"] = 1
+    assert list(TABLE) == ["n"]
 
 
 @pytest.mark.parametrize("example", [False, True])
