@@ -7,12 +7,13 @@ the numbers: before it is read again, and at the end of the forward.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ndtp.errors import LayoutError
@@ -23,6 +24,7 @@ from ndtp.runtime.versions import refuse_changed, version_of
 OWN_ATTRIBUTES = {
     "_dtensor", "_is_param", "_local_tensor", "_spec", "spec", "passage", "link", "strides", "repeats", "stands_for",
 }  # fmt: skip
+_STEPS = 64  # of a graph, through which what an input was made of is looked for
 
 
 class StandIn(NamedTuple):
@@ -42,10 +44,29 @@ class StandIn(NamedTuple):
 
 
 def wants_gradients(args: Any, kwargs: Any) -> bool:
-    """Return whether a call gets a leaf that wants a gradient, and gives one a graph."""
+    """Return whether a call gets a leaf that wants a gradient, or what was made of one, and gives it a graph."""
     return torch.is_grad_enabled() and any(
-        isinstance(x, Tensor) and x.requires_grad and x.is_leaf for x in tree_leaves((args, kwargs))
+        isinstance(x, Tensor) and x.requires_grad and (x.is_leaf or _is_made_of_a_leaf(x))
+        for x in tree_leaves((args, kwargs))
     )
+
+
+def _is_made_of_a_leaf(x: Tensor) -> bool:
+    """Return whether one of the last steps to an input began with a leaf that is no parameter: `cat([x, t])`.
+
+    What a whole model has made of a leaf is not looked through: it takes more steps.
+    """
+    waiting, seen = deque([x.grad_fn]), set[Any]()
+    while waiting and len(seen) < _STEPS:
+        node = waiting.popleft()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and not isinstance(leaf, nn.Parameter):
+            return True
+        waiting.extend(before for before, _ in node.next_functions)
+    return False
 
 
 class CodeReads:
