@@ -54,9 +54,11 @@ class AnyModel(Placing):
         keep: Collection[str] = (),
         *,
         by_name: Mapping[str, BlockLayouts] | None = None,
+        double_backward: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(model, mesh, layouts, keep, hidden=0, **options)
+        self.double_backward = double_backward
         self.by_name = dict(by_name or {})
         products = {
             MatMulPlan(kind.input, kind.up_weight, kind.hidden, transpose_b=True) for kind in self.by_name.values()
@@ -82,7 +84,7 @@ class AnyModel(Placing):
         else:
             self.leads_in, self.turns, self.feeds = sides(seen)
         self.sections = {} if seen is None else seen.sections
-        self.twice = set() if seen is None else seen.twice
+        self.twice = set(modules) if self.double_backward else set() if seen is None else seen.twice
         parts = self._opened(modules, seen)
         seen = None if seen is None else with_parts(seen, parts)
         layers = {name: m for name, m in modules.items() if is_linear(m, casts=True) and not isinstance(m, Adopted)}

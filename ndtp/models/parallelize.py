@@ -88,6 +88,7 @@ def parallelize(
     check_every: int = 100,
     recheck: float = 0.0,
     attention: str = "auto",
+    double_backward: bool = False,
 ) -> nn.Module:
     """Split a model over a grid, in place, keeping its weights, names and code.
 
@@ -132,6 +133,9 @@ def parallelize(
         attention: how queries meet keys where sequences are split over ranks (a batch that the ranks do not divide, one
             long sequence): "gather", "ring" or "heads"; "auto" takes what moves and keeps least.  See
             docs/long-sequences.md.
+        double_backward: whether all layers have gradients that can be differentiated again, `create_graph=True`: such
+            layers do not overlap, and `fuse` is without effect.  Without it those have them that are asked for in the
+            model's own code, or by an input: see docs/models.md.
 
     Raises:
         LayoutError: names that match nothing (with the nearest ones) or do not pair up, sizes that do not divide,
@@ -150,6 +154,11 @@ def parallelize(
     wire = Wire.of(wire, recipe)
     mesh = None if mesh is None else given_mesh(mesh, "parallelize", makes=True, wire=wire)
     names = NamedPlan.given(plan, keep, scheme)
+    if names.names_pairs and double_backward:
+        raise LayoutError(
+            "parallelize: double_backward=True, and the plan names pairs, whose products have one derivative\n"
+            '  fix: a plan that names schemes, such as {"encoder.*.fc*": "3d", "*": None}'
+        )
     values = {} if names.names_pairs else names.values(model)
     schemes = schemes_in(values, model)
     scheme = next(iter(schemes)) if len(schemes) == 1 and LAYOUTS not in schemes else names.scheme
@@ -183,16 +192,17 @@ def parallelize(
         refuse_layers_of_shards(model)
         check_same_weights(model, mesh)
         use_measured(mesh, hardware)
-        placing = {**options, "fuse": fuse, "attention": attention, "pad": pad, **others}
+        placing = {**options, "fuse": fuse and not double_backward, "attention": attention, "pad": pad, **others}
         split: Split | AnyModel
-        if not is_mixed and is_transformer(model) and is_recognised(model, mesh, layouts, left, **placing):
+        is_known = not is_mixed and not double_backward and is_transformer(model)
+        if is_known and is_recognised(model, mesh, layouts, left, **placing):
             split = Split(model, mesh, layouts, left, **placing)
             split.run()
             report.rows = split.frame.outside.dims[0]
             finish(split, report, held, count, strict)
         else:
             by_name = named_layouts(values, model, mesh.grid, axes) if is_mixed else {}
-            split = AnyModel(model, mesh, layouts, left, by_name=by_name, **placing)
+            split = AnyModel(model, mesh, layouts, left, by_name=by_name, double_backward=double_backward, **placing)
             report.rows = split.frame.outside.dims[0]
             with OwnRows(mesh, report.rows, type(model).__name__).while_running():
                 seen = observe(model, example)

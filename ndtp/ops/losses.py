@@ -19,8 +19,8 @@ from ndtp.compute.norms import wide
 from ndtp.compute.traces import is_autocast_on
 from ndtp.errors import LayoutError, RangeError
 from ndtp.ops import compiled_layers
-from ndtp.ops.moving import enter, moved, refuse_second
-from ndtp.ops.reductions import merged, reduce
+from ndtp.ops.moving import enter, moved
+from ndtp.ops.reductions import merged, reduce, relayout_plan
 
 if TYPE_CHECKING:
     from ndtp.runtime.grid_like import GridLike
@@ -116,16 +116,36 @@ class _RowLosses(torch.autograd.Function):
         found = one_rank.statistics(logits[:, :real], local, form, part)
         off, lse = merged(found, plan.merge, one_rank.merged, mesh, plan.name).unbind()
         ctx.save_for_backward(logits, local, lse, counts, labels, part)
-        ctx.form, ctx.real = form, real
+        ctx.plan, ctx.mesh, ctx.real = plan, mesh, real
         return torch.where(counts, one_rank.losses(off, lse, form, labels), 0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second("cross_entropy")
         logits, local, lse, counts, labels, part = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True
+            again = _differentiable(logits[:, : ctx.real], local, lse, ctx.plan, ctx.mesh, labels, part)
+            found = torch.autograd.grad(torch.where(counts, again, 0), logits, grad, create_graph=True)
+            return *found, None, None, None, None
         upstream = torch.where(counts, grad, 0).to(lse.dtype)
-        found = one_rank.gradient(logits[:, : ctx.real], local, lse, upstream, ctx.form, labels, part)
+        found = one_rank.gradient(logits[:, : ctx.real], local, lse, upstream, ctx.plan.form, labels, part)
         return F.pad(found, (0, logits.shape[1] - ctx.real)), None, None, None, None
+
+
+def _differentiable(
+    logits: Tensor, local: Tensor, lse: Tensor, plan: LossPlan, mesh: GridLike, labels: Any, part: Any
+) -> Tensor:
+    """The losses of rows by operations and sums that autograd can differentiate as often as wanted.
+
+    Args:
+        lse: the log of the sum of exponentials of each row, which keeps those here in range.
+    """
+    axes, lse = plan.merge.axes, torch.where(lse.isinf(), 0, lse)
+    values = logits.to(lse.dtype)
+    off = one_rank.statistics(values, local, plan.form, part)[2]
+    both = torch.stack(((values - lse[:, None]).exp().sum(1), off), 1)
+    rows = Layout(plan.layout.grid, plan.layout.dims[0], None)
+    exponentials, off = reduce(both, relayout_plan(rows, rows, axes, (), plan.name), mesh).unbind(1)
+    return one_rank.losses(off, lse + exponentials.log(), plan.form, labels)
 
 
 def cross_entropy(

@@ -129,7 +129,6 @@ def refuse_second(name: str, op: str = "") -> None:
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"{op}'{name}': its gradient cannot be differentiated again, and create_graph=True asks for that\n"
-            "  fix: call a split model that is no stock transformer with a leaf that wants a gradient, "
-            "x.requires_grad_(), or with what a few functions made of one: its layers have such gradients then; "
-            "elsewhere create_graph=False, or dense layers (keep=, to_dense())"
+            "  fix: parallelize(..., double_backward=True), or a call of the model with a leaf that wants a gradient, "
+            "x.requires_grad_(); elsewhere create_graph=False, or dense layers (keep=, to_dense())"
         )

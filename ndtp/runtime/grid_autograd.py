@@ -91,7 +91,7 @@ class OfShard(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, spec: Any, real: Any, kind: Any, is_sum: bool) -> Any:
-        ctx.placements = spec.placements
+        ctx.spec = spec
         made = kind(DTensor(local.detach().contiguous(), spec, requires_grad=False), False, real)
         if is_sum:
             made.ndtp_is_sum = True
@@ -99,6 +99,12 @@ class OfShard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
+        spec = ctx.spec
         if isinstance(grad, DTensor):
-            grad = grad.redistribute(placements=ctx.placements).to_local()
-        return grad, None, None, None, None
+            if getattr(grad, "_dtensor", grad).shape == spec.shape:
+                grad = grad.redistribute(placements=spec.placements)
+                if any(not placement.is_replicate() for placement in spec.placements):
+                    return grad.to_local(), None, None, None, None
+            grad = grad.full_tensor()  # without padding
+        like = DTensor(grad.new_empty((0,) * grad.dim()), spec, requires_grad=False)
+        return part_of(grad, like), None, None, None, None
