@@ -27,6 +27,7 @@ from ndtp.integrations.one_program import (
     mesh_of,
     of_data_ranks,
     on_grid,
+    read_everywhere,
     rows_here,
     share_of_loss,
     whole,
@@ -83,6 +84,7 @@ class Accelerator(accelerate.Accelerator):
         self._of_last: list[nn.Module] = []  # those that were called before it
         become_one_program(self.ndtp_mesh)
         super().__init__(**kwargs)
+        read_everywhere(self)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False

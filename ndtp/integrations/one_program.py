@@ -54,6 +54,13 @@ def become_one_program(mesh: ProcessGrid) -> None:
         AcceleratorState._shared_state.update(one)
 
 
+def read_everywhere(accelerator: Any) -> None:
+    """Have every rank read whole batches by itself, those of an `IterableDataset` as well, which accelerate would have
+    one process read for all that it knows of.
+    """
+    accelerator.dataloader_config.dispatch_batches = False
+
+
 class Meeting:
     """Called on every rank of a grid, it returns when all of them have called it.
 

@@ -27,6 +27,7 @@ from ndtp.integrations.one_program import (
     data_axes,
     mesh_of,
     on_grid,
+    read_everywhere,
     rows_here,
     share_of_loss,
     whole,
@@ -70,6 +71,7 @@ class GridTrainerMixin:
             model = None if model is None else self._on_grid(model.to(args.device))
         super().__init__(model, args, *rest, **kwargs)  # type: ignore[call-arg]
         if self._ndtp_mesh is not None:
+            read_everywhere(self.accelerator)  # type: ignore[attr-defined]
             self._refuse_other_losses(data_axes(self._ndtp_mesh))
 
     def _refuse_other_losses(self, axes: tuple[str, ...]) -> None:
@@ -156,7 +158,7 @@ class GridTrainerMixin:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))  # type: ignore[attr-defined]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if self._ndtp_mesh is None or checkpoint is None or not (Path(checkpoint) / STATE).is_dir():
+        if checkpoint is None or not (Path(checkpoint) / STATE).is_dir():
             return super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         load(self.model, _bare(self.optimizer), Path(checkpoint) / STATE)  # type: ignore[attr-defined]
         state = torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True)

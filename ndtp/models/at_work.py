@@ -99,6 +99,8 @@ def _noting(theirs: Any, name: str, mesh: GridLike, compiles: bool) -> Any:
         finally:
             rows.end()
             running.pop()
+            if not running and torch.is_grad_enabled():
+                rows.frame.forget_shared()
         if not running:
             settle(given)
         if reads.read:

@@ -49,6 +49,7 @@ class Frame:
         summed: the axes over which the code that runs has its gradients summed already: that of split tensors.
         trials: dtypes of what functions give of activations that are still to be computed, by their formulas.
         writes: as of `ndtp.split.spec.Context`.
+        shared: what keeps results of several layers for those that have not asked for theirs; `forget` lets them go.
         ranges: the rows of a rank, by a layout's identity (the layout stands beside them) and the number of rows.
     """
 
@@ -71,6 +72,13 @@ class Frame:
     has_labels = OfTurn(bool)
     has_split_loss = OfTurn(bool)
     summed = OfTurn(tuple)
+    shared = OfTurn(list)
+
+    def forget_shared(self) -> None:
+        """Let go of results that were computed with others and that nobody has asked for, and of their graphs."""
+        waiting, self.shared = self.shared, []
+        for each in waiting:
+            each.forget()
 
     def note(self, who: str, passage: Passage) -> None:
         """Note that an operation takes the whole of a split tensor, and warn the first time."""

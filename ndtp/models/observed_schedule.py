@@ -65,10 +65,14 @@ class ObservedMLP:
         if call is None or call.given is not x or self.state != now or index in call.asked or not call.is_now:
             call = self.call = _call_of(self.ups, x, products)
             self.state = now
+            self.down.frame.shared.append(self)
         made = noted_result(call, member, x.shape[:-1])
         if len(call.asked) == len(self.ups):
             self.call = None
         return made
+
+    def forget(self) -> None:
+        self.call = None
 
     def _led_back(self, x: Any) -> Any:
         if not isinstance(x, Noted) or x.call.members != self.ups or not x.is_open:

@@ -53,10 +53,14 @@ class MLPSchedule:
         call = self.call
         if call is None or call.given is not x or index in call.asked or not call.is_now:
             call = self.call = Call(self.ups, member.taken(x), products, x)
+            self.down.frame.shared.append(self)
         made = pending(call, member)
         if len(call.asked) == len(self.ups):
             self.call = None
         return made
+
+    def forget(self) -> None:
+        self.call = None
 
     def _led_back(self, x: Any) -> Hidden | None:
         """Return the last projection's result as part of the one program; None where it takes its inputs by itself."""

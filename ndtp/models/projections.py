@@ -76,10 +76,15 @@ class Group:
             self.source, self.mode = x, now
             made = products(self.members, member.taken(x))
             self.results = {id(m): (y, weights) for m, y in zip(self.members, made, strict=True)}
+            if now[0]:  # decoding calls all of them
+                member.frame.shared.append(self)
         found, then = self.results.pop(id(member))
         if not self.results:
             self.source = None
         return found if then[:3] == weights[:3] else products([member], member.taken(x))[0]
+
+    def forget(self) -> None:
+        self.source, self.results = None, {}
 
 
 class Schedule(Protocol):

@@ -294,10 +294,15 @@ class SharedInput:
             self.source, self.version, self.mode = x, now, mode
             made = member.product(self.members, x)
             self.results = {id(m): (y, weights) for m, y in zip(self.members, made, strict=True)}
+            if mode[0]:
+                member.frame.shared.append(self)
         found, then = self.results.pop(id(member))
         if not self.results:
             self.source = None
         return found if then[:3] == weights[:3] else member.product([member], x)[0]
+
+    def forget(self) -> None:
+        self.source, self.results = None, {}
 
 
 class ObservedEmbedding(ReadAsSplit, nn.Embedding):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ndtp.errors import LayoutError
 from ndtp.runtime.arrival import is_plain
 from ndtp.runtime.grid_parts import on_every_rank
 from ndtp.runtime.grid_tensor import GridTensor
@@ -39,11 +40,24 @@ class as_dense(TorchFunctionMode):  # used as `with ndtp.nn.as_dense():`
         if not split or name in AS_THEY_ARE:
             return func(*args, **kwargs)
         if any(map(_is_of_numbers, tensors)):
-            written = _tensors((args[:1] if _writes(name) else (), kwargs.get("out")))
+            written = _tensors((_written(name, args), kwargs.get("out")))
             is_whole = all(map(is_plain, written))  # of what is written, if anything
+            if not is_whole and any(map(_is_of_numbers, written)):
+                raise LayoutError(
+                    f"as_dense: {name} writes to split tensors and to whole ones\n"
+                    "  fix: split the whole ones, as optimizer.load_state_dict does of what has a parameter's sizes"
+                )
             bring = _gathered if is_whole else _on_every_rank(split[0])
             args, kwargs = _mapped(bring, args), _mapped(bring, kwargs)
         return _mapped(_finished, func(*args, **kwargs))
+
+
+def _written(name: str, args: Any) -> Sequence[Any]:
+    """Return the arguments that a function of torch writes into."""
+    if name.startswith("_fused_"):  # an optimizer's step, as one function
+        schema = getattr(torch.ops.aten, name).default._schema
+        return [x for x, of in zip(args, schema.arguments, strict=False) if of.alias_info and of.alias_info.is_write]
+    return args[:1] if _writes(name) else ()
 
 
 def _writes(name: str) -> bool:

@@ -58,8 +58,10 @@ def empty_parameter(
     local = torch.empty(layout.shard_shape(shape), device=device, dtype=dtype)
     if mesh.device_mesh is None:
         return nn.Parameter(local)
+    from ndtp.nn.optimizer_states import watch_states
     from ndtp.runtime.grid_tensor import parameter_of
 
+    watch_states()
     return parameter_of(sharded(local, layout, mesh))
 
 

@@ -181,7 +181,7 @@ def _stacks(config: Mapping[str, Any], family: Family, what: str) -> tuple[Stack
         if count % kv_heads:
             raise GridError(f"{what}: {kv_heads} heads of keys and values do not divide {count} heads of queries")
         names = () if family.even_heads else HEAD_SIZE
-        is_given = any(config.get(name) is not None for name in names)
+        is_given = any(config.get(name) not in (None, hidden // count) for name in names)  # not as a rounded quotient
         if hidden % count and not is_given and not _has_uneven_heads(family):
             raise GridError(
                 f"{what}: {count} heads do not divide a hidden size of {hidden}, and nothing gives their size"

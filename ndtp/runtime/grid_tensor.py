@@ -396,5 +396,5 @@ def _keeping_hooks_of_moved(swap: Callable[[Any, Any], None]) -> Callable[[Any, 
 def _refuse_backward(*_: Any) -> None:
     raise LayoutError(
         "parallelize: backward of what was computed before the model was split, of parameters that are on a grid now"
-        "\n  fix: backward first, or compute it again"
+        "\n  fix: backward first, or compute it again; where the first call splits it, parallelize(..., example=...)"
     )

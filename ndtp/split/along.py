@@ -15,7 +15,7 @@ from ndtp.ops.reductions import sum_over
 from ndtp.split.elementwise import elementwise
 from ndtp.split.moving import brought
 from ndtp.split.spec import Spec, layout_of
-from ndtp.split.tensor import SplitTensor, enter, leave, like, rule, split_in
+from ndtp.split.tensor import SplitTensor, dims_given, enter, leave, like, rule, split_in
 from ndtp.split.views import with_dims_at, without
 from ndtp.split.whole import whole
 
@@ -40,23 +40,24 @@ POSITION = {
     "diff": (1, -1), "softmax": (0, None), "log_softmax": (0, None), "fliplr": (9, 1), "flipud": (9, 0),
     "renorm": (1, None), "cumsum": (0, None), "glu": (0, -1),
 }  # fmt: skip
+ONE_BY_ONE = {"flip", "count_nonzero"}  # take dims without brackets, too
+OF_NONE = {"flip", "roll", "any", "all"}  # for which no dims are none, and not all
 NAMED = {name for names in ALONG.values() for name in names} | {"glu"}
 
 
-def dims_of(func: Any, count: int, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int] | None:
+def dims_of(func: Any, count: int, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:
     """The dims along which a function looks, all where it names none; `args` are those behind the tensor."""
-    place, default = POSITION.get(func.__name__, (0, None))
-    dim = kwargs.get("dim", kwargs.get("dims", kwargs.get("axis", args[place] if place < len(args) else default)))
-    if func.__name__ == "std" and isinstance(dim, bool):  # var(unbiased)
-        dim = None
-    if dim is None or isinstance(dim, bool) or dim == ():
+    name = func.__name__
+    place, default = POSITION.get(name, (0, None))
+    given = args[place] if place < len(args) else default
+    if name in ONE_BY_ONE and len(args) > 1:
+        given = args
+    found = dims_given(kwargs.get("dim", kwargs.get("dims", kwargs.get("axis", given))))
+    if found is None or (not found and name not in OF_NONE):
         return list(range(count))
-    found = [dim] if isinstance(dim, int) else list(dim)
-    if not all(isinstance(d, int) for d in found):
-        return None
     dims = [d % max(count, 1) for d in found]
     # Each part of the dim that `renorm` names has its norm over all others.
-    return [d for d in range(count) if d not in dims] if func.__name__ == "renorm" else dims
+    return [d for d in range(count) if d not in dims] if name == "renorm" else dims
 
 
 @rule(*functions(*NAMED))
@@ -67,7 +68,7 @@ def along(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     count = len(x.spec.sizes)
     dims = dims_of(func, count, args, kwargs)
     fractions = kwargs.get("q", args[0] if args else None) if func.__name__ == "quantile" else None
-    if dims is None or (isinstance(fractions, Tensor) and fractions.dim()):  # several of them are a dim in front
+    if isinstance(fractions, Tensor) and fractions.dim():  # several of them are a dim in front
         return NotImplemented
     if any(x.spec.dims[d] for d in dims):
         made = _over_split(func, x, dims, args, kwargs)
@@ -198,14 +199,11 @@ def without_padding(shard: Tensor, spec: Spec, dims: Sequence[int]) -> Tensor:
 def sums(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(x, SplitTensor) or kwargs.get("out") is not None:
         return NotImplemented
-    if args and all(isinstance(a, int) and not isinstance(a, bool) for a in args) and len(args) > 1:
-        args = (args,)  # x.sum(0, 1)
     dim = args[0] if args else kwargs.get("dim", kwargs.get("axis"))
     keepdim = bool(args[1] if len(args) > 1 else kwargs.get("keepdim", False))
     dtype = kwargs.get("dtype")
     count = len(x.spec.sizes)
-    dims = list(range(count)) if dim is None or dim == () else [dim] if isinstance(dim, int) else list(dim)
-    dims = [d % max(count, 1) for d in dims]
+    dims = [d % max(count, 1) for d in dims_given(dim) or range(count)]
     if func in (torch.sum, Tensor.sum):
         return total(x, dims, keepdim, dtype)
     if dtype is not None:
@@ -227,8 +225,7 @@ def norms(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     p = 2 if p in (None, "fro") else p
     dim, keepdim, dtype = given.get("dim"), bool(given.get("keepdim", False)), given.get("dtype")
     count = len(x.spec.sizes)
-    dims = list(range(count)) if dim is None else [dim] if isinstance(dim, int) else list(dim)
-    dims = [d % max(count, 1) for d in dims]
+    dims = [d % max(count, 1) for d in dims_given(dim) or range(count)]
     is_of_matrices = func is torch.linalg.norm and len(dims) == 2 and given.get("ord") not in (None, "fro")
     if p not in (1, 2, 1.0, 2.0) or is_of_matrices or not any(x.spec.dims[d] for d in dims):
         x = without(x, dims)
@@ -334,7 +331,7 @@ def repeat(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Dims that are repeated once stay split."""
     if not isinstance(x, SplitTensor) or kwargs:
         return NotImplemented
-    times = list(args[0]) if len(args) == 1 and not isinstance(args[0], int) else list(args)
+    times = dims_given(args[0] if len(args) == 1 else args) or []
     count = len(x.spec.sizes)
     times = [1] * (count - len(times)) + times
     offset = len(times) - count
@@ -351,10 +348,10 @@ def pick(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     names = ("indices", "dim") if along_dim else ("dim", "index")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     index, dim = given.get("index", given.get("indices")), given.get("dim")
-    if not isinstance(x, SplitTensor) or not isinstance(dim, int) or not isinstance(index, Tensor):
+    if not isinstance(x, SplitTensor) or dim is None or not isinstance(index, Tensor):
         return NotImplemented
     count = len(x.spec.sizes)
-    dim %= count
+    (dim,) = (d % count for d in dims_given(dim) or ())
     x = without(x, [dim, *([count - 1] if x.spec.sections else [])])
     if index.dim() <= 1 and func in (torch.index_select, Tensor.index_select):
         result = leave(x).index_select(dim, whole(index))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from operator import index
 from typing import Any
 
 import torch
@@ -264,6 +265,16 @@ def _on_other_grids(args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:
     meshes = [x.spec.mesh for x in split_in(mine)]
     lies = lambda mesh: (mesh.grid, mesh.device_mesh)  # noqa: E731
     return {id(mesh) for mesh in meshes if mesh is not meshes[0] and lies(mesh) != lies(meshes[0])}
+
+
+def dims_given(dim: Any) -> list[int] | None:
+    """The dims that an argument names: a number of any library, or several; None where it names none."""
+    if dim is None or isinstance(dim, bool):
+        return None
+    try:
+        return [index(dim)]
+    except TypeError:  # no number
+        return [*map(index, dim)]
 
 
 def name_of(func: Any) -> str:

@@ -14,7 +14,7 @@ from ndtp.split.copies import as_view, in_form, share_memory, standing_for, with
 from ndtp.split.moving import moved
 from ndtp.split.repeated import repeating
 from ndtp.split.spec import Axes, Spec, layout_of
-from ndtp.split.tensor import SplitTensor, enter, getters, leave, like, rule, split_in
+from ndtp.split.tensor import SplitTensor, dims_given, enter, getters, leave, like, rule, split_in
 
 VIEWS = [
     *getters("T", "mT", "H", "mH"),
@@ -108,7 +108,7 @@ def _sections(func: Any, x: SplitTensor, args: Any, kwargs: Any) -> Any:
     if isinstance(made, Tensor) or not spec.sizes:
         return None
     last, lead = len(spec.sizes) - 1, spec.sizes[:-1]
-    if any(tuple(part.shape[:-1]) != lead for part in made):
+    if any(tuple(part.shape[:-1]) != lead or not part.dim() for part in made):
         return None
     sizes, rest, grouped = [part.shape[-1] for part in made], list(spec.sections), []
     for size in sizes:  # each part is one section or several
@@ -293,7 +293,7 @@ def view_in_place(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """The tensor itself gets the dims of its view."""
     if func is Tensor.squeeze_:
         given = args[0] if args else kwargs.get("dim", range(len(x.spec.sizes)))
-        asked = {d % len(x.spec.sizes) for d in ([given] if isinstance(given, int) else given)}
+        asked = {d % len(x.spec.sizes) for d in dims_given(given) or ()}
         gone = [d for d in asked if x.spec.sizes[d] == 1]
         made = reshape(torch.squeeze, x, tuple(gone)) if gone else x
         args, kwargs = (tuple(gone),), {}

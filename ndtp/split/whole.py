@@ -112,6 +112,8 @@ MEMORY = {
 
 @rule(Tensor.__repr__, Tensor.__format__, Tensor.__str__)
 def _printed(func: Any, x: Any, *args: Any, **kwargs: Any) -> str:
+    if func is Tensor.__format__ and not x.spec.sizes:  # a number, which every rank has
+        return func(whole(x), *args)  # type: ignore[no-any-return]
     return f"SplitTensor({x.spec}, from '{x.spec.origin}')"
 
 

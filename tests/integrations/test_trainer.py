@@ -46,7 +46,12 @@ def most_frequent(evaluated):
     return {"score": float(logits.std()) + float(logits.argmax(-1).sum())}
 
 
-def trained(folder, steps, *, resume=False, **grid):
+class Streamed(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(rows(16))
+
+
+def trained(folder, steps, *, resume=False, data=None, **grid):
     arguments = transformers.TrainingArguments(
         output_dir=folder, max_steps=steps, per_device_train_batch_size=4, per_device_eval_batch_size=2,
         logging_steps=1, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, report_to=[],
@@ -56,7 +61,7 @@ def trained(folder, steps, *, resume=False, **grid):
     trainer = kind(
         model=llama(),
         args=arguments,
-        train_dataset=rows(16),
+        train_dataset=data or rows(16),
         eval_dataset=rows(3),
         compute_metrics=most_frequent,
         **grid,
@@ -76,6 +81,18 @@ def on_grids(folder):
             return half, trained(f"{folder}/grid", 4, resume=True, ndtp_grid={"dp": 2}, ndtp_scheme="1d")
 
 
+def streamed(folder):
+    with under_torchrun():
+        return trained(folder, 2, data=Streamed(), ndtp_grid="x=2")
+
+
+@pytest.mark.cpu
+def test_every_rank_reads_a_stream(ranks, tmp_path):
+    dense = trained(str(tmp_path / "dense"), 2, data=Streamed())
+    for found in ranks(2).run(streamed, str(tmp_path / "grid")):
+        assert found == pytest.approx(dense, rel=2e-4)
+
+
 def asks_the_main_process(self, output_dir=None, _internal_call=False):
     """As transformers 5.20 does, where 5.23 asks every rank."""
     if self.args.should_save:
@@ -88,6 +105,8 @@ def test_a_trainer_goes_on_on_another_grid(ranks, tmp_path):
         assert whole.keys() == dense.keys() and half.items() <= whole.items()
         for name, value in whole.items():
             assert value == pytest.approx(dense[name], rel=2e-4), name
+    half = str(tmp_path / "grid" / "checkpoint-2")
+    assert trained(str(tmp_path / "alone"), 4, resume=half, ndtp_grid=None) == pytest.approx(dense, rel=2e-4)
     assert sorted(path.name for path in (tmp_path / "grid").iterdir()) == ["checkpoint-2", "checkpoint-4"]
     mine, theirs = (LlamaForCausalLM.from_pretrained(tmp_path / kind / "checkpoint-4") for kind in ("grid", "dense"))
     for name, value in theirs.state_dict().items():

@@ -69,6 +69,9 @@ def test_heads_that_do_not_divide_the_hidden_size_are_refused():
     """But for classes whose own defaults are such."""
     with pytest.raises(GridError, match="17 heads do not divide a hidden size of 1024, and nothing gives their size"):
         sizes_of({"model_type": "bart", "encoder_attention_heads": 17})
+    # Pixtral's config has a head size of its own, the quotient rounded down.
+    with pytest.raises(GridError, match="17 heads do not divide a hidden size of 512"):
+        sizes_of({"model_type": "pixtral", "hidden_size": 512, "num_attention_heads": 17})
     with pytest.raises(GridError, match="6 heads do not divide a hidden size of 385"):
         sizes_of({"model_type": "dinov3_vit", "hidden_size": 385})
     attention, *_ = sizes_of({"model_type": "glm4v_moe_text"}).blocks(1)
