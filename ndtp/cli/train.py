@@ -214,7 +214,7 @@ def train(
                 raise typer.Exit(1) from None
     done = by_rank[0]
     if done.error:
-        fix = "the sizes, seed and data that the run in this folder began with; or another --output"
+        fix = "the sizes, seed and data that the run in this folder began with, and its files; or another --output"
         raise typer.BadParameter(f"{done.error}; fix: {fix}", param_hint="--output")
     _finish(out, job, name, done, compare or [])
     write_json(json_file, _summary(job, done))

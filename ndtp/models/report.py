@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,13 @@ from ndtp.runtime.process_grid import ProcessGrid
 if TYPE_CHECKING:
     from ndtp.models.boundary import BoundaryLinear
     from ndtp.models.plain_gradients import PlainGradients
+
+
+def _names_of_inputs(model: nn.Module) -> list[str]:
+    """Return the names of what the forward of a model's own class takes, which classes of a split model pass on."""
+    forwards = (vars(kind)["forward"] for kind in type(model).__mro__ if "forward" in vars(kind))
+    names = ([*signature(forward).parameters][1:] for forward in forwards)
+    return next((each for each in names if each != ["args", "kwargs"]), [])
 
 
 @dataclass
@@ -71,17 +79,19 @@ class Report:
         Args:
             sequence: the length of the sequences.
             target: that of a decoder's; default: the same.
-            inputs: what a whole model is called with, instead; of tensors only sizes matter, they may be on meta.  A
-                tensor that is given as `tokens`, `sequence` or `target` is an input of that name.
+            inputs: what a whole model is called with, instead; of tensors only sizes matter, they may be on meta.
+                Tensors that are given without names are its first inputs.
 
         Raises:
             LayoutError: a whole model without `sequence` or a config, or inputs of anything else.
         """
         if self.waits:
             raise LayoutError(f"report.volume: {self.waits}")
-        counts = {"tokens": tokens, "sequence": sequence, "target": target}
-        inputs |= {name: x for name, x in counts.items() if isinstance(x, torch.Tensor)}  # inputs of these names
         if self.split is not None:
+            names = _names_of_inputs(self.split.model)
+            for i, (name, x) in enumerate({"tokens": tokens, "sequence": sequence, "target": target}.items()):
+                if isinstance(x, torch.Tensor):
+                    inputs[name if name in names or i >= len(names) else names[i]] = x
             inputs = inputs or usual_inputs(self.split.stock, tokens, sequence, target)
             return step_volume(self.split.model, self.split.mesh, inputs)
         if inputs or target is not None or tokens is None:
