@@ -17,6 +17,7 @@ from accelerate.state import PartialState
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ndtp.checkpoints.dense_files import load_safetensors
 from ndtp.checkpoints.training_state import load, save
 from ndtp.errors import LayoutError
 from ndtp.integrations.one_program import (
@@ -195,7 +196,8 @@ class Accelerator(accelerate.Accelerator):
         return self._around_state(super().save_state, save, output_dir, safe_serialization=safe_serialization, **kwargs)
 
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> None:
-        self._around_state(super().load_state, load, input_dir, load_kwargs=load_kwargs, **kwargs)
+        """Read what `save_state` wrote on any grid, or accelerate's own with safetensors."""
+        self._around_state(super().load_state, _read, input_dir, load_kwargs=load_kwargs, **kwargs)
 
     def _around_state(self, rest: Any, models: Any, folder: Any, **kwargs: Any) -> Any:
         """Models and optimizers by ndtp, each model with the optimizer of its place; the rest by accelerate."""
@@ -212,3 +214,16 @@ class Accelerator(accelerate.Accelerator):
             return rest(folder, **kwargs)
         finally:
             this._models, this._optimizers = held
+
+
+def _read(model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path) -> None:
+    """Read a model and its optimizer from a folder of a grid, or from accelerate's files beside where it would be."""
+    suffix = folder.name.removeprefix("ndtp").replace("_0", "")
+    dense = folder.parent / f"model{suffix}.safetensors"
+    if folder.is_dir() or not dense.is_file():
+        load(model, optimizer, folder)
+        return
+    load_safetensors(model, dense)
+    if optimizer is not None:
+        path = folder.parent / f"optimizer{suffix}.bin"
+        optimizer.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))

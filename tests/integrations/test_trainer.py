@@ -139,10 +139,12 @@ def accelerated(folder):
     from accelerate.state import AcceleratorState
 
     with under_torchrun():
-        first, _ = loop(Accelerator(ndtp_grid="x=2", cpu=True), 1, folder)
+        first, _ = loop(Accelerator(ndtp_grid="x=2", cpu=True), 1, f"{folder}/grid")
         AcceleratorState._reset_state(reset_partial_state=True)
-        second, state = loop(Accelerator(ndtp_grid="dp=2", ndtp_scheme="1d", cpu=True), 1, load=folder)
-    return first + second, state
+        second, state = loop(Accelerator(ndtp_grid="dp=2", ndtp_scheme="1d", cpu=True), 1, load=f"{folder}/grid")
+        AcceleratorState._reset_state(reset_partial_state=True)
+        of_dense, _ = loop(Accelerator(ndtp_grid="x=2", cpu=True), 1, load=f"{folder}/dense")
+    return first + second, of_dense, state
 
 
 @pytest.mark.cpu
@@ -151,9 +153,12 @@ def test_an_accelerator_goes_on_on_another_grid(ranks, tmp_path):
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
+    half, _ = loop(accelerate.Accelerator(cpu=True), 1, str(tmp_path / "dense"))
+    AcceleratorState._reset_state(reset_partial_state=True)
     dense, expected = loop(accelerate.Accelerator(cpu=True), 2)
-    (losses, state), (others, nothing) = ranks(2).run(accelerated, str(tmp_path))
+    (losses, of_dense, state), (others, _, nothing) = ranks(2).run(accelerated, str(tmp_path))
     assert losses == others == pytest.approx(dense, rel=2e-4) and not nothing
+    assert half + of_dense == pytest.approx(dense, rel=2e-4)
     for name, value in expected.items():
         torch.testing.assert_close(state[name], value, rtol=1e-3, atol=1e-4)
 
