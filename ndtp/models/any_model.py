@@ -107,6 +107,9 @@ class AnyModel(Placing):
             self._groups(seen, modules)
             self._schedules(seen, modules)
         self._rest(modules)
+        for p in self.model.parameters():
+            if self.context.data and is_placed(p):
+                p.ndtp_summed_over = self.context.data  # type: ignore[attr-defined]
         reads_parameters(self.stock, self.frame)
         if self.model is not self.stock:
             reads_parameters(self.model, self.frame)

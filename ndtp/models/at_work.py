@@ -55,6 +55,8 @@ class RootRows(OwnRows):
                 yield
         finally:
             self.frame.running.pop()
+            if not self.frame.running:
+                self.frame.forget_shared()
             reads.watch(())  # a checkpoint stops its code by an exception as soon as it has all that was saved
 
 

@@ -49,7 +49,8 @@ class Frame:
         summed: the axes over which the code that runs has its gradients summed already: that of split tensors.
         trials: dtypes of what functions give of activations that are still to be computed, by their formulas.
         writes: as of `ndtp.split.spec.Context`.
-        shared: what keeps results of several layers for those that have not asked for theirs; `forget` lets them go.
+        shared: what keeps results of several layers for those that have not asked for theirs, by its identity; `forget`
+            lets them go.
         ranges: the rows of a rank, by a layout's identity (the layout stands beside them) and the number of rows.
     """
 
@@ -72,12 +73,12 @@ class Frame:
     has_labels = OfTurn(bool)
     has_split_loss = OfTurn(bool)
     summed = OfTurn(tuple)
-    shared = OfTurn(list)
+    shared = OfTurn(dict)
 
     def forget_shared(self) -> None:
         """Let go of results that were computed with others and that nobody has asked for, and of their graphs."""
-        waiting, self.shared = self.shared, []
-        for each in waiting:
+        waiting, self.shared = self.shared, {}
+        for each in waiting.values():
             each.forget()
 
     def note(self, who: str, passage: Passage) -> None:

@@ -53,7 +53,7 @@ class MLPSchedule:
         call = self.call
         if call is None or call.given is not x or index in call.asked or not call.is_now:
             call = self.call = Call(self.ups, member.taken(x), products, x)
-            self.down.frame.shared.append(self)
+            self.down.frame.shared[id(self)] = self
         made = pending(call, member)
         if len(call.asked) == len(self.ups):
             self.call = None

@@ -38,8 +38,7 @@ from ndtp.models.replicated import Replicated
 from ndtp.nn.parameters import put_on_grid
 from ndtp.nn.sharded import Sharded
 from ndtp.ops.gradients import all_reduce
-from ndtp.ops.reductions import sum_over
-from ndtp.runtime.arrival import is_plain, local_of, real_of, wrapped
+from ndtp.runtime.arrival import is_plain, local_of, no_second_sum, real_of, wrapped
 from ndtp.runtime.eagerly import as_it_is
 from ndtp.runtime.gradient_ends import end_of
 from ndtp.runtime.grid_parts import full_of, part_of
@@ -172,10 +171,6 @@ class PlainGradients:
             gradient = full_of(gradient)
         if not self.axes:
             return _on_grid(gradient, parameter)
-        if gradient.requires_grad and summed is None:  # create_graph=True
-            gradient = gradient.contiguous()
-            whole = Layout(self.mesh.grid, *[None] * gradient.dim())
-            return _on_grid(sum_over(gradient, whole, self.axes, self.mesh, f"gradient of {name}"), parameter)
         self._refuse_graph(name, gradient)
         return self._to_be_summed(name, parameter, place, gradient, summed)
 
@@ -222,10 +217,7 @@ class PlainGradients:
                 "  fix: compute the penalty in the model's forward, or do not compile the model"
             )
         if gradient.requires_grad:
-            raise LayoutError(
-                f"parallelize: create_graph=True: the gradient of '{name}' {tuple(gradient.shape)} is summed over "
-                f"{', '.join(self.axes)}, and sums over ranks have no second derivative\n  fix: create_graph=False"
-            )
+            raise no_second_sum(name, gradient.shape, self.axes)
 
     @torch.no_grad()
     def _finish(self, task: int) -> None:

@@ -77,7 +77,7 @@ class Group:
             made = products(self.members, member.taken(x))
             self.results = {id(m): (y, weights) for m, y in zip(self.members, made, strict=True)}
             if now[0]:  # decoding calls all of them
-                member.frame.shared.append(self)
+                member.frame.shared[id(self)] = self
         found, then = self.results.pop(id(member))
         if not self.results:
             self.source = None

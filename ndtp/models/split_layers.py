@@ -295,7 +295,7 @@ class SharedInput:
             made = member.product(self.members, x)
             self.results = {id(m): (y, weights) for m, y in zip(self.members, made, strict=True)}
             if mode[0]:
-                member.frame.shared.append(self)
+                member.frame.shared[id(self)] = self
         found, then = self.results.pop(id(member))
         if not self.results:
             self.source = None

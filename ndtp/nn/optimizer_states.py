@@ -32,7 +32,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     _SEEN[optimizer] = optimizer.state
     for parameter, state in optimizer.state.items():
-        if isinstance(parameter, Tensor) and isinstance(state, dict) and not is_plain(parameter):
+        if hasattr(parameter, "_dtensor") and isinstance(state, dict):  # no DTensor of somebody else
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.dim() and is_plain(value) and value.shape == parameter.shape:
                     state[key] = _split(value, parameter)

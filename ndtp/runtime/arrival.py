@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ndtp.errors import LayoutError
 from ndtp.runtime.dtensor_rules import dtensor_of
 from ndtp.runtime.gradient_ends import end_of
 
@@ -146,9 +148,20 @@ class _Arrival(torch.autograd.Function):
             grad = late.arrive()
         if grad is not None and ctx.spec is not None and not grad.is_sparse:  # which only a plain tensor is
             if grad.requires_grad:  # `create_graph=True`, of what no product has computed
+                if axes := vars(ctx.x).get("ndtp_summed_over"):
+                    raise no_second_sum(ctx.x.ndtp_name, ctx.x.shape, axes)
                 return _of_shard(grad, ctx.x), None
             grad = arrived(_lying_as(grad, ctx.stride), ctx.x)
         return grad, None
+
+
+def no_second_sum(name: str, shape: Sequence[int], axes: Sequence[str]) -> LayoutError:
+    """Return the error for a gradient of a gradient of a parameter that ranks with rows of their own add up."""
+    return LayoutError(
+        f"parallelize: create_graph=True: the gradient of '{name}' {tuple(shape)} is summed over {', '.join(axes)}, "
+        "and sums over ranks have no second derivative\n"
+        "  fix: z in the place of dp, which splits rows, too; or create_graph=False"
+    )
 
 
 def _of_shard(grad: Tensor, x: Any) -> Any:

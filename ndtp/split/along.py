@@ -15,7 +15,7 @@ from ndtp.ops.reductions import sum_over
 from ndtp.split.elementwise import elementwise
 from ndtp.split.moving import brought
 from ndtp.split.spec import Spec, layout_of
-from ndtp.split.tensor import SplitTensor, dims_given, enter, leave, like, rule, split_in
+from ndtp.split.tensor import SplitTensor, dims_given, enter, integers, leave, like, rule, split_in
 from ndtp.split.views import with_dims_at, without
 from ndtp.split.whole import whole
 
@@ -41,7 +41,7 @@ POSITION = {
     "renorm": (1, None), "cumsum": (0, None), "glu": (0, -1),
 }  # fmt: skip
 ONE_BY_ONE = {"flip", "count_nonzero"}  # take dims without brackets, too
-OF_NONE = {"flip", "roll", "any", "all"}  # for which no dims are none, and not all
+OF_NONE = {"flip", "any", "all"}  # for which no dims are none, and not all
 NAMED = {name for names in ALONG.values() for name in names} | {"glu"}
 
 
@@ -52,10 +52,10 @@ def dims_of(func: Any, count: int, args: Sequence[Any], kwargs: dict[str, Any]) 
     given = args[place] if place < len(args) else default
     if name in ONE_BY_ONE and len(args) > 1:
         given = args
-    found = dims_given(kwargs.get("dim", kwargs.get("dims", kwargs.get("axis", given))))
-    if found is None or (not found and name not in OF_NONE):
+    dim = kwargs.get("dim", kwargs.get("dims", kwargs.get("axis", given)))
+    dims = dims_given(dim, count)
+    if not dims and (dim is None or isinstance(dim, bool) or name not in OF_NONE):
         return list(range(count))
-    dims = [d % max(count, 1) for d in found]
     # Each part of the dim that `renorm` names has its norm over all others.
     return [d for d in range(count) if d not in dims] if name == "renorm" else dims
 
@@ -66,6 +66,8 @@ def along(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(x, SplitTensor) or split_in([*args, *kwargs.values()]) or kwargs.get("out") is not None:
         return NotImplemented
     count = len(x.spec.sizes)
+    if not count:
+        return func(whole(x), *args, **kwargs)
     dims = dims_of(func, count, args, kwargs)
     fractions = kwargs.get("q", args[0] if args else None) if func.__name__ == "quantile" else None
     if isinstance(fractions, Tensor) and fractions.dim():  # several of them are a dim in front
@@ -199,11 +201,13 @@ def without_padding(shard: Tensor, spec: Spec, dims: Sequence[int]) -> Tensor:
 def sums(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(x, SplitTensor) or kwargs.get("out") is not None:
         return NotImplemented
+    if not x.spec.sizes:
+        return func(whole(x), *args, **kwargs)
     dim = args[0] if args else kwargs.get("dim", kwargs.get("axis"))
     keepdim = bool(args[1] if len(args) > 1 else kwargs.get("keepdim", False))
     dtype = kwargs.get("dtype")
     count = len(x.spec.sizes)
-    dims = [d % max(count, 1) for d in dims_given(dim) or range(count)]
+    dims = dims_given(dim, count) or list(range(count))
     if func in (torch.sum, Tensor.sum):
         return total(x, dims, keepdim, dtype)
     if dtype is not None:
@@ -219,13 +223,15 @@ def norms(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """The 2-norm and 1-norm of split dims by sums; others see these dims whole."""
     if not isinstance(x, SplitTensor) or kwargs.get("out") is not None:
         return NotImplemented
+    if not x.spec.sizes:
+        return func(whole(x), *args, **kwargs)
     names = ("ord" if func.__module__ == "torch._C._linalg" or "linalg" in func.__name__ else "p", "dim", "keepdim")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     p = given.get("p", given.get("ord", 2))
     p = 2 if p in (None, "fro") else p
     dim, keepdim, dtype = given.get("dim"), bool(given.get("keepdim", False)), given.get("dtype")
     count = len(x.spec.sizes)
-    dims = [d % max(count, 1) for d in dims_given(dim) or range(count)]
+    dims = dims_given(dim, count) or list(range(count))
     is_of_matrices = func is torch.linalg.norm and len(dims) == 2 and given.get("ord") not in (None, "fro")
     if p not in (1, 2, 1.0, 2.0) or is_of_matrices or not any(x.spec.dims[d] for d in dims):
         x = without(x, dims)
@@ -331,7 +337,7 @@ def repeat(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Dims that are repeated once stay split."""
     if not isinstance(x, SplitTensor) or kwargs:
         return NotImplemented
-    times = dims_given(args[0] if len(args) == 1 else args) or []
+    times = integers(args[0] if len(args) == 1 else args)
     count = len(x.spec.sizes)
     times = [1] * (count - len(times)) + times
     offset = len(times) - count
@@ -351,7 +357,7 @@ def pick(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(x, SplitTensor) or dim is None or not isinstance(index, Tensor):
         return NotImplemented
     count = len(x.spec.sizes)
-    (dim,) = (d % count for d in dims_given(dim) or ())
+    (dim,) = dims_given(dim, count)
     x = without(x, [dim, *([count - 1] if x.spec.sections else [])])
     if index.dim() <= 1 and func in (torch.index_select, Tensor.index_select):
         result = leave(x).index_select(dim, whole(index))

@@ -22,7 +22,7 @@ from ndtp.split.copies import written
 from ndtp.split.elementwise import elementwise
 from ndtp.split.moving import NO_AXES, brought
 from ndtp.split.spec import Spec, layout_of
-from ndtp.split.tensor import SplitTensor, dims_given, enter, leave, rule, split_in
+from ndtp.split.tensor import SplitTensor, enter, integers, leave, rule, split_in
 from ndtp.split.views import with_dims_at, without
 from ndtp.split.whole import whole
 
@@ -106,7 +106,7 @@ def _normed(x: Any, shape: Any, weight: Any, bias: Any, eps: Any, centred: bool)
     """Normalise over the last dims: moments of a row are merged over the axes that split them, and nothing else
     moves.
     """
-    shape = tuple(dims_given(shape) or ())
+    shape = tuple(integers(shape))
     if not isinstance(x, SplitTensor):
         x, own, other = whole(x), whole(weight), whole(bias)
         return F.layer_norm(x, shape, own, other, eps) if centred else F.rms_norm(x, shape, own, eps)

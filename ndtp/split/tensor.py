@@ -267,14 +267,27 @@ def _on_other_grids(args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:
     return {id(mesh) for mesh in meshes if mesh is not meshes[0] and lies(mesh) != lies(meshes[0])}
 
 
-def dims_given(dim: Any) -> list[int] | None:
-    """The dims that an argument names: a number of any library, or several; None where it names none."""
-    if dim is None or isinstance(dim, bool):
-        return None
+def integers(given: Any) -> list[int]:
+    """An integer of any library, or several, as those of Python."""
     try:
-        return [index(dim)]
+        return [index(given)]
     except TypeError:  # no number
-        return [*map(index, dim)]
+        return [*map(index, given)]
+
+
+def dims_given(dim: Any, count: int) -> list[int]:
+    """The dims of `count` that an argument names, from the first one on; none where it names none.
+
+    Raises:
+        IndexError: torch's, of one that there is not.
+    """
+    found = [] if dim is None or isinstance(dim, bool) else integers(dim)
+    for d in found:
+        if not -count <= d < count:
+            raise IndexError(
+                f"Dimension out of range (expected to be in range of [{-count}, {count - 1}], but got {d})"
+            )
+    return [d % count for d in found]
 
 
 def name_of(func: Any) -> str:

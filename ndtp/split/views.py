@@ -293,7 +293,7 @@ def view_in_place(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """The tensor itself gets the dims of its view."""
     if func is Tensor.squeeze_:
         given = args[0] if args else kwargs.get("dim", range(len(x.spec.sizes)))
-        asked = {d % len(x.spec.sizes) for d in dims_given(given) or ()}
+        asked = set(dims_given(given, len(x.spec.sizes)))
         gone = [d for d in asked if x.spec.sizes[d] == 1]
         made = reshape(torch.squeeze, x, tuple(gone)) if gone else x
         args, kwargs = (tuple(gone),), {}

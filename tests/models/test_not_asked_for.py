@@ -5,6 +5,7 @@ import copy
 import torch
 from products import mesh_of
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ndtp
 from ndtp import Grid
@@ -17,9 +18,14 @@ class Heads(nn.Module):
         super().__init__()
         self.trunk, self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(16, 4)
         self.gate, self.up, self.down = nn.Linear(4, 16), nn.Linear(4, 16), nn.Linear(16, 4)
-        self.is_whole = True
+        self.is_whole, self.is_checkpointed = True, False
 
     def forward(self, x):
+        if self.is_checkpointed:
+            return checkpoint(self.computed, x, use_reentrant=False)
+        return self.computed(x)
+
+    def computed(self, x):
         h = self.trunk(x).relu()
         y = self.first(h)
         y = y + self.second(h) if self.is_whole else y
@@ -32,10 +38,10 @@ def check_copies():
     x = torch.linspace(-1, 1, 32).view(4, 8).double()
     dense = Heads().double()
     model = ndtp.parallelize(copy.deepcopy(dense), mesh_of(Grid(x=2)), example=x)
-    for is_whole in (True, False, True):
+    for is_whole, is_checkpointed in ((True, False), (False, False), (True, True), (False, True)):
         found = []
         for each in (dense, model):
-            each.is_whole = is_whole
+            each.is_whole, each.is_checkpointed = is_whole, is_checkpointed
             y = each(x)
             y.square().sum().backward()
             found.append(y)

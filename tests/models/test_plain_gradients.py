@@ -162,6 +162,8 @@ def check_programs():
     check(early, dense, "frozen, and with a hook, before")
 
     model = make(mesh)
+    with pytest.raises(ndtp.LayoutError, match="create_graph"):
+        F.layer_norm(model.norm.weight.square(), (8,)).sum().backward(create_graph=True)
     with pytest.raises(ndtp.LayoutError, match="DistributedDataParallel: parameters of this model are split"):
         nn.parallel.DistributedDataParallel(model)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from products import mesh_of
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import ndtp
 from ndtp import Grid, LayoutError
@@ -50,13 +51,33 @@ def check_loaded(sizes):
             for key, value in second.state[mine].items():
                 expected = first.state[theirs][key]
                 assert (value.shape != mine.shape or not value.dim()) or hasattr(value, "placements"), (name, key)
+                if hasattr(value, "placements"):  # without the memory of the whole
+                    local = value.to_local()
+                    assert local.untyped_storage().nbytes() == local.numel() * local.itemsize, (name, key)
                 value = value.full_tensor() if hasattr(value, "full_tensor") else value
                 torch.testing.assert_close(value, expected, msg=f"{name} {key}")
+        copy.deepcopy(second.state_dict())
 
 
 @pytest.mark.parametrize("sizes", [{"x": 2}, {"z": 2}], ids=str)
 def test_states_of_a_dense_run_are_split(ranks, sizes):
     ranks(2).run(check_loaded, sizes)
+
+
+def check_of_others():
+    """Parameters of torch's own parallelism are looked at by nobody."""
+    mesh = mesh_of(Grid(x=2))
+    ndtp.parallelize(net(), mesh)
+    weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh.device_mesh, [Shard(0)]))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    optimizer.state[weight]["mine"] = kept = torch.ones(4, 4)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert optimizer.state[weight]["mine"] is kept
+
+
+def test_optimizers_of_others_are_left_alone(ranks):
+    ranks(2).run(check_of_others)
 
 
 def check_mixed():

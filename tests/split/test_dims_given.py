@@ -1,6 +1,7 @@
 """Dims as torch takes them: one by one, none, numbers of other libraries; and numbers in a text."""
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from products import mesh_of
@@ -24,6 +25,8 @@ FORMS = {
     "nansum of none": lambda h: h.nansum([]),
     "any of none": lambda h: (h > 0).any([]),
     "flip of none": lambda h: h.flip([]),
+    "roll along none": lambda h: h.roll(3, ()),
+    "a number": lambda h: h[0, 0, 0].softmax(0) + h[0, 0, 0].sum(-1) + h[0, 0, 0].norm(),
     "softmax": lambda h: h.softmax(LAST),
     "sum": lambda h: h.sum((1, LAST)),
     "max": lambda h: h.max(LAST)[0],
@@ -58,6 +61,10 @@ def check_forms():
     model = ndtp.parallelize(dense, mesh_of(Grid(x=2)), example=ids)
     for name, y in model(ids).items():
         torch.testing.assert_close(y.gathered() if hasattr(y, "gathered") else y, expected[name], msg=name)
+    for wrong in (lambda h: h.sum(3), lambda h: h.flip(0, -4), lambda h: h.norm(dim=3)):
+        model.forms = {"wrong": wrong}
+        with pytest.raises(IndexError, match="Dimension out of range"):
+            model(ids)
 
 
 def test_dims_are_taken_in_every_form(ranks):
