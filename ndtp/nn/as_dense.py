@@ -20,6 +20,7 @@ from ndtp.runtime.arrival import is_plain
 from ndtp.runtime.grid_parts import on_every_rank
 from ndtp.runtime.grid_tensor import GridTensor
 
+FUSED = "_fused_"  # begins the name of an optimizer's step as one function
 # Of a gradient autograd itself knows how it lies.
 AS_THEY_ARE = ("__get__", "__set__", "full_tensor", "redistribute", "to_local", "grad", "backward")
 
@@ -42,9 +43,9 @@ class as_dense(TorchFunctionMode):  # used as `with ndtp.nn.as_dense():`
         if any(map(_is_of_numbers, tensors)):
             written = _tensors((_written(name, args), kwargs.get("out")))
             is_whole = all(map(is_plain, written))  # of what is written, if anything
-            if not is_whole and any(map(_is_of_numbers, written)):
+            if name.startswith(FUSED) and _are_mixed(_written(name, args)):
                 raise LayoutError(
-                    f"as_dense: {name} writes to split tensors and to whole ones\n"
+                    f"as_dense: {name} writes to split tensors and to whole ones of the same parameter\n"
                     "  fix: split the whole ones, as optimizer.load_state_dict does of what has a parameter's sizes"
                 )
             bring = _gathered if is_whole else _on_every_rank(split[0])
@@ -52,9 +53,15 @@ class as_dense(TorchFunctionMode):  # used as `with ndtp.nn.as_dense():`
         return _mapped(_finished, func(*args, **kwargs))
 
 
+def _are_mixed(written: Sequence[Sequence[Tensor]]) -> bool:
+    """Return whether what is written of one parameter is split in part: its statistics, or itself, are whole."""
+    of_each = zip(*(tensors for tensors in written if tensors), strict=False)
+    return any(len({is_plain(x) for x in tensors if x.dim() or not is_plain(x)}) > 1 for tensors in of_each)
+
+
 def _written(name: str, args: Any) -> Sequence[Any]:
     """Return the arguments that a function of torch writes into."""
-    if name.startswith("_fused_"):  # an optimizer's step, as one function
+    if name.startswith(FUSED):
         schema = getattr(torch.ops.aten, name).default._schema
         return [x for x, of in zip(args, schema.arguments, strict=False) if of.alias_info and of.alias_info.is_write]
     return args[:1] if _writes(name) else ()
