@@ -218,7 +218,8 @@ class Accelerator(accelerate.Accelerator):
 
 def _read(model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path) -> None:
     """Read a model and its optimizer from a folder of a grid, or from accelerate's files beside where it would be."""
-    suffix = folder.name.removeprefix("ndtp").replace("_0", "")
+    number = int(folder.name.removeprefix("ndtp_"))
+    suffix = f"_{number}" * bool(number)
     dense = folder.parent / f"model{suffix}.safetensors"
     if folder.is_dir() or not dense.is_file():
         load(model, optimizer, folder)

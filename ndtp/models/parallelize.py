@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
+from inspect import signature
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
@@ -184,8 +185,9 @@ def parallelize(
         return rechecked(model, recheck)
     if mesh is None and scheme != "auto":
         mesh = mesh_of_all_ranks(scheme, axes, wire)
-    made_by = names.scheme if len(report.plan) == 1 else f"{report.plan}"
     options: dict[str, Any] = {"regather": regather, "chunks": chunks}
+    further = {"pad": pad, "fuse": fuse, "attention": attention, "double_backward": double_backward}
+    made_by = _said(names.scheme if len(report.plan) == 1 else f"{report.plan}", options | further)
 
     def whole_model(mesh: ProcessGrid, layouts: BlockLayouts, **others: Any) -> nn.Module:
         """Split the model from end to end."""
@@ -247,3 +249,9 @@ def parallelize(
     report.plain = sum_plain_gradients_of(model, mesh, report.rows)
     compare_calls(model, mesh, report.rows, made_by, check, check_every)
     return rechecked(model, recheck)
+
+
+def _said(scheme: str, options: Mapping[str, Any]) -> str:
+    """Return how a model is split, for a comparison of ranks: each option that is not what it is by default."""
+    usual = signature(parallelize).parameters
+    return ", ".join([scheme, *(f"{key}={value}" for key, value in options.items() if value != usual[key].default)])

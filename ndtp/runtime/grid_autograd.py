@@ -101,10 +101,9 @@ class OfShard(torch.autograd.Function):
     def backward(ctx: Any, grad: Any) -> Any:
         spec = ctx.spec
         if isinstance(grad, DTensor):
-            if getattr(grad, "_dtensor", grad).shape == spec.shape:
-                grad = grad.redistribute(placements=spec.placements)
-                if any(not placement.is_replicate() for placement in spec.placements):
-                    return grad.to_local(), None, None, None, None
+            is_split = any(not placement.is_replicate() for placement in spec.placements)
+            if is_split and getattr(grad, "_dtensor", grad).shape == spec.shape:
+                return grad.redistribute(placements=spec.placements).to_local(), None, None, None, None
             grad = grad.full_tensor()  # without padding
         like = DTensor(grad.new_empty((0,) * grad.dim()), spec, requires_grad=False)
         return part_of(grad, like), None, None, None, None

@@ -157,5 +157,19 @@ def check_refused():
         ndtp.parallelize(classifier(), mesh, {"0": "up", "3": "down"}, double_backward=True)
 
 
+def check_on_one_rank():
+    """An option that one rank alone is given, by which its layers would send something else."""
+    x = torch.ones(4, 8)
+    for key, value in {"double_backward": True, "fuse": False, "chunks": 2}.items():
+        mesh = mesh_of(Grid(x=2))
+        model = ndtp.parallelize(classifier(), mesh, **({key: value} if mesh.rank else {}))
+        with pytest.raises(ndtp.MismatchError, match=rf"how it was split: .*'3d, {key}={value}'.*\n  fix: parallelize"):
+            model(x)
+
+
+def test_an_option_of_one_rank_alone_is_named(ranks):
+    ranks(2).run(check_on_one_rank)
+
+
 def test_without_it_the_fix_is_named(ranks):
     ranks(2).run(check_refused)
