@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from ndtp.collectives.flight import NOTE, NTH, WAITED, Flight
+from ndtp.collectives.flight import NOTE, NTH, WAITED, Flight, FlightEntry
 from ndtp.collectives.verdict import ANSWER, Event, Waiting
 
 
@@ -31,6 +31,13 @@ class Answers:
         entry = self._flight.waiting()
         if entry is None or time.monotonic() - entry[WAITED] < seconds:
             return None
+        return self._waiting(entry)
+
+    def left_to_device(self) -> list[Waiting]:
+        """Return what this rank has begun and may wait in on its device, oldest first."""
+        return [self._waiting(entry) for entry in self._flight.left_to_device()]
+
+    def _waiting(self, entry: FlightEntry) -> Waiting:
         note = entry[NOTE]
         others = tuple(rank for rank in note.ranks if rank != self._rank)
         return Waiting(note.text, others, note.ranks, note.axes, entry[NTH])

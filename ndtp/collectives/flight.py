@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 LENGTH = 512  # of the last collectives that are kept
+LEFT = 16  # of those that were left to the device and are told to others
 FOLDER = "NDTP_FLIGHT"
 VERSION = 1
 
@@ -25,6 +26,7 @@ class Note(NamedTuple):
     Attributes:
         ranks: of the world, that take part.
         received: elements.
+        waits: the host waits for its end, not a stream of the device, of which the host learns nothing.
     """
 
     op: tuple[str, ...]
@@ -34,6 +36,7 @@ class Note(NamedTuple):
     part: str
     ranks: tuple[int, ...]
     received: int = 0
+    waits: bool = True
 
     @property
     def text(self) -> str:
@@ -77,6 +80,10 @@ class Flight:
         """Return the collective that has been waited for the longest."""
         open_ones = [entry for entry in self.entries if entry is not None and entry[WAITED] and not entry[DONE]]
         return min(open_ones, key=lambda entry: entry[WAITED], default=None)
+
+    def left_to_device(self) -> list[FlightEntry]:
+        """Return the last collectives for whose end a stream waits, oldest first: one of them may hold the host."""
+        return [entry for entry in self.last() if not entry[NOTE].waits][-LEFT:]
 
     def last_done(self) -> FlightEntry | None:
         return max((e for e in self.entries if e is not None and e[DONE]), key=lambda entry: entry[DONE], default=None)

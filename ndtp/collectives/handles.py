@@ -127,7 +127,8 @@ class Route:
             return None
         if self.note is None:
             ranks = owner.groups.members(self.axes)
-            self.note = Note(self.op, self.phase, self.kind, self.axes, self.part, ranks, self.received)
+            what = self.op, self.phase, self.kind, self.axes, self.part, ranks, self.received
+            self.note = Note(*what, waits=not owner.orders_by_stream)
         return owner.flight.start(self.note, self.num_bytes(tensor))
 
 

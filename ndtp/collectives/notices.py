@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 
@@ -96,11 +97,18 @@ class Notices:
         while todo:
             rank = todo.pop()
             if rank not in seen and (said := self._get("waits", rank)):
-                what, others, members, axes, nth = json.loads(said)
-                known[rank] = Waiting(what, tuple(others), tuple(members), tuple(axes), nth)
-                todo += others
+                known[rank] = _waiting(json.loads(said))
+                todo += known[rank].ranks
             seen.add(rank)
         return known
+
+    def tell_left_to_device(self, begun: Sequence[Waiting]) -> None:
+        self._store.set(self._key("device", self._me.rank), json.dumps(begun))
+
+    def left_to_device(self, ranks: Sequence[int]) -> dict[int, list[Waiting]]:
+        """Return what these ranks have said that they have begun, and may wait in on their devices."""
+        said = {rank: self._get("device", rank) for rank in ranks}
+        return {rank: [_waiting(each) for each in json.loads(text)] for rank, text in said.items() if text}
 
     # ----------------------------------------------------------------------------------------------------- their links
 
@@ -142,3 +150,8 @@ class Notices:
             elif now - since > patience_s:
                 silent.append(rank)
         return silent
+
+
+def _waiting(said: Sequence[Any]) -> Waiting:
+    what, others, members, axes, nth = said
+    return Waiting(what, tuple(others), tuple(members), tuple(axes), nth)

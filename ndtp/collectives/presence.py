@@ -82,6 +82,7 @@ class Presence:
         self._find_links = lambda: set(links_to(store)) - self._own_links
         self._host_is_first = is_with_first_rank(store)
         self._events: list[Event] = []
+        self._told_count = self._last_count = 0  # of collectives
         self._said, self._lost_at = "", 0.0  # the last of LOST, CUT, TOLD, RAISED or ENDED
         self._guards: list[float] = []
         places = Places()
@@ -139,8 +140,8 @@ class Presence:
 
     def never_begun(self, ranks: Sequence[int]) -> dict[int, str]:
         """Return the collectives in which these ranks wait for this one, that it has not begun; within a second."""
-        waiting = self.ask(lambda store: store.waiting(ranks), 1.0)
-        return {} if waiting is None else never_begun(self.rank, self.flight.counts, waiting)
+        told = self.ask(lambda store: (store.waiting(ranks), store.left_to_device(ranks)), 1.0)
+        return {} if told is None else never_begun(self.rank, self.flight.counts, *told)
 
     def ask(self, question: Callable[[Notices], T], seconds: float) -> T | None:
         """Have the thread ask the store; None where no answer comes in time."""
@@ -300,6 +301,7 @@ class Presence:
         waiting = self._answers.waiting_now(self._beat_s)
         if waiting is not None or self._said not in (LOST, CUT):
             store.tell_waiting(waiting)
+        self._tell_left_to_device(store)
         if self._said in (LOST, CUT) and (done := self.flight.last_done()) is not None and done[DONE] > self._lost_at:
             self._said = ""
             self._log(Event(self.rank, RECOVERED, "", time.monotonic()))
@@ -309,6 +311,13 @@ class Presence:
         if time.monotonic() > self._next_look:
             self._next_look = time.monotonic() + self.link_watch.every_s
             self.link_watch.look(store)
+
+    def _tell_left_to_device(self, store: Notices) -> None:
+        before, self._last_count = self._last_count, self.flight.count
+        if self._told_count != before == self._last_count:  # nothing was begun since the last beat
+            self._told_count = before
+            if begun := self._answers.left_to_device():
+                store.tell_left_to_device(begun)
 
     def _meet(self) -> None:
         """Get to know those that came to this machine."""

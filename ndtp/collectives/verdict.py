@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ndtp.collectives.liveness import GONE, STOPPED
@@ -187,15 +188,21 @@ def _behind(me: int, waited_for: Sequence[int], waiting: Mapping[int, Waiting], 
 
 
 def never_begun(
-    me: int, begun: Mapping[tuple[tuple[int, ...], tuple[str, ...]], int], waiting: Mapping[int, Waiting]
+    me: int,
+    begun: Mapping[tuple[tuple[int, ...], tuple[str, ...]], int],
+    waiting: Mapping[int, Waiting],
+    on_device: Mapping[int, Sequence[Waiting]] = MappingProxyType({}),
 ) -> dict[int, str]:
     """Return the collectives in which ranks wait for `me`, and which `me` has not begun, by the rank that waits.
 
     Args:
         begun: how many collectives `me` has begun, of which ranks and over which axes.
+        on_device: what ranks that do not come have begun, in their order.  Their hosts do not know what ends on their
+            devices; but a rank that has come where they have not, and has not begun these, has left them out.
     """
-    return {
-        rank: wait.text
-        for rank, wait in waiting.items()
-        if me in wait.ranks and wait.nth > begun.get((wait.members, wait.axes), 0)
-    }
+    found: dict[int, str] = {}
+    for rank in {**on_device, **waiting}:
+        for wait in (*([waiting[rank]] if rank in waiting else []), *on_device.get(rank, ())):
+            if me in wait.ranks and wait.nth > begun.get((wait.members, wait.axes), 0):
+                found.setdefault(rank, wait.text)
+    return found

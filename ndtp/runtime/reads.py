@@ -47,7 +47,8 @@ class NamedRead:
         if here is not None and split and not is_fake and mesh.get_coordinate() is not None:
             axes = tuple([_names(mesh)[dim] for dim in split])
             what, name = self._what
-            note = Note((name,), "read", what, axes, "", _peers(mesh, split))
+            waits = mesh.device_type == "cpu"
+            note = Note((name,), "read", what, axes, "", _peers(mesh, split), waits=waits)
             self._entry = here.flight.start(note, 0)
             self._entry[WAITED] = self._entry[STARTED]
 

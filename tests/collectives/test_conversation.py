@@ -2,6 +2,7 @@
 
 import os
 import threading
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,8 @@ import ndtp
 from ndtp.collectives import conversation as module
 from ndtp.collectives.board import ROW, Missing, shared_board
 from ndtp.collectives.conversation import Conversation, HeldElsewhere
+from ndtp.collectives.flight import Note
+from ndtp.collectives.own_presence import presence
 
 
 def exchanges():
@@ -68,3 +71,24 @@ def test_what_another_thread_may_be_about_to_begin_is_no_reason_to_end(monkeypat
     other.join()
     with pytest.raises(HeldElsewhere, match="rank 1 waits in all_gather of up"):
         own._look([1])
+
+
+def held_by_its_device():
+    """Rank 0 has begun a gather for whose end a stream of its device would wait, and comes to no further point."""
+    mesh, store = ndtp.ProcessGrid(ndtp.Grid(x=2), timeout=60), dist.distributed_c10d._get_default_store()
+    conversation = mesh.groups.conversation()
+    conversation.meet()
+    if mesh.rank == 0:
+        presence().flight.start(Note(("up",), "forward", "all_gather", ("x",), "", (0, 1), waits=False), 0)
+        store.wait(["told"], timedelta(seconds=50))
+        return None
+    try:
+        conversation.exchange(bytes(ROW))
+    except HeldElsewhere as error:
+        store.set("told", "")
+        return error.collectives
+
+
+def test_what_a_rank_has_left_to_its_device_is_known_to_who_waits_for_it(ranks):
+    """No host waits in what NCCL runs: a rank that has begun it, and comes no further, is told of by its own thread."""
+    assert ranks(2).run(held_by_its_device) == [None, {0: "all_gather of up (forward) over axis x"}]

@@ -136,3 +136,7 @@ def test_who_waits_in_vain():
         assert never_begun(0, begun, {1: Waiting("all_gather of up", (0,), (0, 1), ("x",), nth)}) == found
     assert never_begun(0, begun, {2: Waiting("all_reduce", (3,), (2, 3), ("x",), 9)}) == {}
     assert never_begun(0, begun, {3: Waiting("all_reduce", (0,))}) == {}
+    on_device = [Waiting(f"all_gather {nth}", (0,), (0, 1), ("x",), nth) for nth in (3, 4, 5, 6)]
+    assert never_begun(0, begun, {}, {1: on_device}) == {1: "all_gather 5"}
+    assert never_begun(0, begun, {}, {1: on_device[:2]}) == {}
+    assert never_begun(0, begun, {1: Waiting("a sum", (0,), (0, 1), ("x",), 9)}, {1: on_device}) == {1: "a sum"}

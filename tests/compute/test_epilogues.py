@@ -21,7 +21,7 @@ def real(*shape, dtype):
 
 def assert_rounded_once(got, want, dtype):
     assert got.dtype is dtype and got.shape == want.shape
-    fp32 = 2e-6 if got.is_cuda else 1e-6  # exponentials of a GPU are approximate
+    fp32 = 5e-6 if got.is_cuda else 1e-6  # exponentials of a GPU are approximate, and gates multiply them
     bound = ROUNDING[dtype] * want.abs() * 1.01 + max(ROUNDING[dtype] * 1e-3, fp32 if dtype != torch.float64 else 0)
     difference = (got.double() - want).abs()
     assert bool((difference <= bound).all()), f"off by {(difference - bound).max()}"

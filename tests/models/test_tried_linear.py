@@ -287,7 +287,7 @@ def check(kind, dtype, sizes):
     torch.testing.assert_close(found.detach(), expected.detach(), **rounding)
     for (name, mine), theirs in zip(model.named_parameters(), dense.parameters(), strict=True):
         grad = mine.grad.full_tensor() if hasattr(mine.grad, "full_tensor") else mine.grad
-        torch.testing.assert_close(grad, theirs.grad, msg=name, **rounding)
+        torch.testing.assert_close(grad, theirs.grad, msg=lambda said, name=name: f"{name}: {said}", **rounding)
 
 
 def check_other_dtypes():

@@ -215,8 +215,9 @@ def test_a_first_forward_writes_once(ranks):
 def test_functions_that_call_others_run_while_parameters_are_kept():
     """Neither `torch.cond` nor flex attention runs under a mode of operations that does not know them."""
     p, q = nn.Parameter(torch.ones(3)), torch.linspace(-1, 1, 128).view(1, 2, 8, 8)
+    can_write = torch.__version__ >= "2.12"  # a branch, to what it is not given
     with torch.no_grad(), parameters_kept([p]):
-        torch.cond(q.sum() > 0, lambda x: x + p.mul_(2).sum(), lambda x: x - 1, (q,))
+        torch.cond(q.sum() > 0, lambda x: x + (p.mul_(2) if can_write else p).sum(), lambda x: x - 1, (q,))
         flex_attention(q, q, q)
         p[1:].zero_()
     assert torch.equal(p, torch.ones(3))
