@@ -32,6 +32,7 @@ from ndtp.runtime.grid_parts import boxes_of, full_of, lying_as, part_of
 from ndtp.runtime.handed_out import note_mixed, note_use
 from ndtp.runtime.loaded_states import watch_loaded_states
 from ndtp.runtime.reads import NamedRead
+from ndtp.runtime.versions import count_write
 from ndtp.runtime.waiting_calls import note_data_read
 
 CLASS: Any = vars(object)["__class__"]
@@ -117,26 +118,24 @@ class GridTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """A dense tensor, of which this rank takes its part; or one of the grid, which moves if it lies otherwise."""
+        """A dense tensor, of which this rank takes its part; or one of the grid, with its memory if that lies alike."""
         note_data_read(self)
-        self._refuse_other(value)
-        value = value.detach()
-        if isinstance(value, DTensor) and _lies(value) == _lies(self):
-            local = value._local_tensor
-        else:
-            local = part_of(full_of(value) if isinstance(value, DTensor) else value, self._dtensor)
-        if (local.dtype, local.device) == (self.dtype, self.device):
-            self._dtensor._local_tensor.copy_(local)
-        else:
-            become(self, lying_as(local, self._dtensor), self.ndtp_name, self.ndtp_real)
-
-    def _refuse_other(self, value: Tensor) -> None:
         if (given := tuple(value.shape)) != tuple(self.shape):
             what = f"'{self.ndtp_name}'" if self.ndtp_name else "a parameter"
             raise LayoutError(
                 f"ndtp: .data = of {what} {tuple(self.shape)}, which is split over ranks, got a tensor {given}\n"
                 "  fix: a dense tensor of its shape, of which each rank takes its part; or make the model anew"
             )
+        value, own = value.detach(), self._dtensor._local_tensor
+        if isinstance(value, DTensor) and _lies(value) == _lies(self):
+            local = value._local_tensor
+        else:
+            local = part_of(full_of(value) if isinstance(value, DTensor) else value, self._dtensor)
+        if (local.dtype, local.device) == (self.dtype, self.device):
+            own.data = local  # who has got the memory of before keeps its numbers
+            count_write(own)
+        else:
+            become(self, lying_as(local, self._dtensor), self.ndtp_name, self.ndtp_real)
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
         """This rank's shard, with padding."""

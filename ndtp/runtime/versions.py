@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 
 _version = attrgetter("_version")
@@ -20,6 +21,12 @@ def version_of(x: Tensor) -> tuple[int, ...]:
     if local.is_inference() or x.is_inference():  # torch counts no changes of these
         return (local.data_ptr(),)
     return x._version, getattr(x, "_dtensor", local)._version, local._version, local.data_ptr()
+
+
+def count_write(x: Tensor) -> None:
+    """Count a change in place that torch does not count."""
+    if not x.is_inference():
+        torch.autograd.graph.increment_version([x])
 
 
 class Versions:

@@ -1,5 +1,8 @@
 """Weights that a model's forward changes for one call of a layer, and changes back before it uses what that gave."""
 
+import copy
+
+import pytest
 import torch
 import torch.nn.functional as F
 from products import mesh_of
@@ -35,7 +38,7 @@ class Model(nn.Module):
             with torch.no_grad():
                 layer.weight.sub_(noise)
         elif self.how == "data":
-            before = layer.weight.data.clone()
+            before = layer.weight.data
             layer.weight.data = before + noise
             y = layer(x)
             layer.weight.data = before
@@ -121,3 +124,43 @@ def test_other_weights_for_one_call(ranks):
 def test_frozen_for_one_call(ranks):
     ranks(4).run(check, {"x": 2, "y": 2}, "frozen", tuple(SHAPES))
     ranks(2).run(check, {"z": 2}, "thawed", tuple(SHAPES))
+
+
+def swaps(model, x):
+    """What trainers do with `.data`, which gives a parameter other memory: an average, and two layers that change."""
+    before = {name: p.data for name, p in model.named_parameters()}
+    average = {name: p.detach() * 0.5 for name, p in model.named_parameters()}
+    seen = [model(x).sum()]
+    for name, p in model.named_parameters():
+        p.data = average[name]
+    seen.append(model(x).sum())
+    average["1.weight"].mul_(3)  # the parameter lies in its memory
+    seen.append(model(x).sum())
+    for name, p in model.named_parameters():
+        p.data = before[name]
+    seen.append(model(x).sum())
+    first, last = model[0].weight, model[2].weight
+    first.data, last.data = last.data, first.data
+    seen.append(model(x).sum())
+    kept = first.data
+    first.data = torch.ones_like(x)[:1].expand(first.shape)
+    seen += [model(x).sum(), whole_of(kept).sum()]
+    seen[-2].backward()
+    return torch.stack([*seen, *(whole_of(p.grad).sum() for p in model.parameters())])
+
+
+def whole_of(x):
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def check_swaps(sizes):
+    x = torch.linspace(-1, 1, 6 * 5, dtype=torch.float64).view(6, 5)
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(5, 5) for _ in range(3)]).double()
+    expected = swaps(copy.deepcopy(model), x)
+    torch.testing.assert_close(swaps(ndtp.parallelize(model, mesh_of(Grid(sizes)), example=x), x), expected)
+
+
+@pytest.mark.parametrize("sizes", [{"x": 2}, {"z": 2}], ids=str)
+def test_other_memory_leaves_the_numbers_of_before_to_who_has_them(ranks, sizes):
+    ranks(2).run(check_swaps, sizes)
