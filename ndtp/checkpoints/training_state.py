@@ -28,6 +28,7 @@ from ndtp.checkpoints.safetensors_file import NAMES, Writer
 from ndtp.errors import CheckpointError
 from ndtp.models.state_entries import replaced, tensors_of
 from ndtp.runtime.crew import failure_of
+from ndtp.runtime.facts import digest
 
 _UNFINISHED = "has not finished to write"
 
@@ -128,6 +129,12 @@ class Saving:
                 raise CheckpointError(f"save: {failure}")
 
         self.crew.agree(failure_of(describe))
+        given = "no optimizer" if optimizer is None else f"optimizer {type(optimizer).__name__}"
+        if whole.count == 1 and optimizer is not None:
+            names = sorted(key for kept in every for key in kept.parts)
+            given += f" with {len(names)} tensors of state (hash {digest(names):08x})"
+        fix = "save(model, optimizer, folder) on every rank, with an optimizer of the same weights and as many steps"
+        self.crew.agree_on(f"{given}, chunks={chunks}", f"save: {folder}: ranks give", fix)
         self._run = _run(whole, every, chunks, dict(extra or {}))
         self._exchange = FolderSwap(self.folder)
         self.crew.alone(self._exchange.open, f"save: {self.folder} stays as it was")

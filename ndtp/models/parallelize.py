@@ -174,7 +174,8 @@ def parallelize(
     count = sum(isinstance(m, (nn.Linear, BoundaryLinear)) or is_linear(m) for m in model.modules())
     wrapped: Any = model  # perhaps one of peft
     inner = wrapped.get_base_model() if hasattr(type(model), "get_base_model") else model
-    earlier: Report | None = vars(stock_model(model) or inner).get("ndtp_report")
+    known = (vars(each).get("ndtp_report") for each in (stock_model(model), inner, model) if each is not None)
+    earlier: Report | None = next(filter(None, known), None)
     if earlier is not None and earlier.split is not None:
         check_same_weights(model, earlier.mesh)  # type: ignore[arg-type]
         report = split_before(model, mesh, earlier)

@@ -115,7 +115,7 @@ class Replicated(nn.Module):
             real = getattr(value, "ndtp_real", plain.shape)
             if part is not None:
                 plain = part.of(plain)
-                plain.stands_for = value if isinstance(value, nn.Parameter) else None
+                plain.stands_for = value if isinstance(value, nn.Parameter) else None  # type: ignore[attr-defined]
             else:
                 plain = dense_part(plain, real)
             return plain if is_in_transform() else reads.stands_for(plain, value)

@@ -118,7 +118,9 @@ class Report:
         earlier = vars(model).get("ndtp_report")
         if earlier is not None and earlier is not self:
             self.include(earlier)
-        model.ndtp_report = self  # type: ignore[assignment]
+        wrapped: Any = model  # perhaps one of peft, whose model may be given alone later
+        base = wrapped.get_base_model() if hasattr(type(model), "get_base_model") else model
+        wrapped.ndtp_report = base.ndtp_report = self
 
     def count(self, model: nn.Module, linears: int, replaced: int) -> None:
         """Take stock of the model as it is now."""

@@ -31,16 +31,17 @@ from ndtp.runtime.eagerly import eagerly
 from ndtp.runtime.facts import (
     COARSE,
     FINE,
+    GENERATORS,
     Fact,
     Fingerprint,
     digest,
+    drawn_since,
     form_of,
     hash_of,
     leaves_of,
     modes,
     projection_of,
-    random_state,
-    short,
+    random_states,
     thread_facts,
 )
 from ndtp.runtime.of_turn import of_turn
@@ -86,7 +87,7 @@ class SameCalls:
         self.steps = Steps(self)
         self.tolerance = FINE  # of real numbers
         self._operands: list[tuple[str, Any]] = []  # of losses that code outside of the model has made since its call
-        self.draws = False  # whether the last call drew random numbers
+        self.draws: Sequence[str] = ()  # the generators from which the last call drew
         self._task, self.number = -1, next(_NUMBERS)
 
     @property
@@ -155,10 +156,9 @@ class SameCalls:
             return
         at_work.end()
         own["at_work"] = None
-        drawn = own.get("drawn", b"")
-        self.draws = bool(drawn) and random_state(self.mesh.device_type) != drawn
-        if self.draws:
-            self.of_last.append(Fact("random numbers of torch before the last call", short(drawn), self._rows))
+        drawn = drawn_since(own.get("drawn", {}), self.mesh.device_type, self._rows)
+        self.draws = tuple(drawn)
+        self.of_last += drawn.values()
         if torch.is_grad_enabled():
             self._expect_backward(output)
 
@@ -207,8 +207,8 @@ class SameCalls:
         compare(self.mesh, conversation, point, self.rows)
         if is_seen and steps.due:
             steps.compare_weights(what)
-        looks = self.thorough or self.draws or (number - 1) % SELDOM < 2
-        own["drawn"] = random_state(device_type) if model.training and looks else b""
+        asked = GENERATORS if self.thorough or (number - 1) % SELDOM < 2 else self.draws
+        own["drawn"] = random_states(device_type, asked) if model.training else {}
 
     def _settings(self, number: int) -> dict[str, Any]:
         """Return the settings of a model of transformers: its attention kernel, and its config, which is compared

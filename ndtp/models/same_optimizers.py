@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ndtp.runtime.facts import Fact
+from ndtp.runtime.facts import Fact, digest
 
 # The number of a step, the class of its optimizer, the settings of its groups by name, how many steps it has counted.
 Settings = tuple[int, str, list[dict[str, Any]], float | None]
@@ -84,11 +84,13 @@ class OptimizerGroups(list[dict[str, Any]]):
         return self._text
 
 
-def _group_settings(group: dict[str, Any]) -> dict[str, Any]:
+def _group_settings(group: dict[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
     own: dict[str, Any] = {}
     for name, value in group.items():
         if name == "params":
             own["weights"] = len(value)
+            if of_models := [names[id(p)] for p in value if id(p) in names]:
+                own["which weights"] = f"'{of_models[0]}' to '{of_models[-1]}', hash {digest(of_models):08x}"
         elif isinstance(value, PLAIN):
             own[name] = value
         elif isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:
@@ -99,10 +101,13 @@ def _group_settings(group: dict[str, Any]) -> dict[str, Any]:
 def _settings_of(optimizer: Optimizer, known: _Known) -> tuple[str, OptimizerGroups, float | None]:
     """Return the settings with which an optimizer has made a step."""
     given = [
-        [len(value) if name == "params" else value for name, value in group.items()] for group in optimizer.param_groups
+        [tuple(map(id, value)) if name == "params" else value for name, value in group.items()]
+        for group in optimizer.param_groups
     ]
     if known.given is None or known.given != given:
-        known.groups = OptimizerGroups(map(_group_settings, optimizer.param_groups))
+        models = [model for calls in known.concerned if (model := calls.held) is not None]
+        names = {id(p): name for model in models for name, p in model.named_parameters()}
+        known.groups = OptimizerGroups([_group_settings(group, names) for group in optimizer.param_groups])
         # Others change where they are.
         known.given = given if all(isinstance(value, PLAIN) for values in given for value in values) else None
     state: Any = next(iter(optimizer.state.values()), {})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import count as count_up
@@ -18,8 +18,8 @@ from ndtp.models.same_gradients import GradientChanges, told
 from ndtp.models.same_optimizers import OptimizerGroups, Settings
 from ndtp.nn.hooks import OF_A_MODULE
 from ndtp.nn.sharded import Sharded
-from ndtp.runtime.arrival import local_of
-from ndtp.runtime.facts import Fact, digest, hash_of_content
+from ndtp.runtime.arrival import is_plain, local_of
+from ndtp.runtime.facts import Fact, digest, hash_of_content, is_strided
 from ndtp.runtime.points import compare_facts
 from ndtp.runtime.versions import Versions
 from ndtp.runtime.writes import writes
@@ -267,6 +267,10 @@ class Steps:
             if set(topic) != set(every)
         ]  # fmt: skip
         changes = Fact("all of the weights that were changed by nobody known", digest(changed))
+        buffers = {f"buffer '{name}'": x for name, x in self._calls.model.named_buffers() if _has_numbers(x)}
+        hashes, rows = _contents(buffers.values()), tuple(self._calls.rows)
+        if hashes:
+            facts.append(Fact("all of the buffers", digest(hashes), rows))
 
         def details() -> list[Fact]:
             found = []
@@ -274,7 +278,7 @@ class Steps:
                 if set(own) != set(every):
                     found.append(Fact(f"weight '{name}'", f"hash {x:016x}", own))
                 found.append(Fact(f"weight '{name}' since the last step", how or "as it was"))
-            return found
+            return found + [Fact(name, f"hash {x:016x}", rows) for name, x in zip(buffers, hashes, strict=True)]
 
         what = f"weights before {what}"
         if not self.taken or not may_drift(mesh.device_type):
@@ -355,9 +359,14 @@ def _split_over(parameter: Tensor, every: Sequence[str]) -> tuple[str, ...]:
     return tuple(axis for axis, placement in zip(names, placements, strict=True) if not placement.is_replicate())
 
 
+def _has_numbers(buffer: Any) -> bool:
+    """Whether every rank has all of a buffer, in one block of memory."""
+    return is_plain(buffer) and is_strided(buffer) and not (buffer.is_meta or buffer.is_quantized)
+
+
 @torch.no_grad()
-def _contents(parameters: Sequence[nn.Parameter]) -> list[int]:
-    """A hash of what each parameter holds on this rank; one transfer from an accelerator."""
+def _contents(parameters: Iterable[Tensor]) -> list[int]:
+    """A hash of what each parameter or buffer holds on this rank; one transfer from an accelerator."""
     found = [hash_of_content(local_of(parameter)) for parameter in parameters]
     if not found:
         return []

@@ -16,6 +16,7 @@ from ndtp.errors import LayoutError
 from ndtp.nn.random import key_of, uniform
 from ndtp.ops.products import relayout
 from ndtp.runtime.arrival import is_plain, local_shard, real_of, stored_shape, wrapped
+from ndtp.runtime.grid_parts import full_of
 from ndtp.runtime.halves import as_it_lies, laid_sizes
 from ndtp.runtime.process_grid import ProcessGrid
 
@@ -212,8 +213,10 @@ def taken(value: Tensor, own: Tensor, layout: Layout, mesh: ProcessGrid, real: S
     Raises:
         LayoutError: a DTensor that lies otherwise than `own`; padding that is not zero.
     """
+    lies, wanted = _lies(value), _lies(own)
+    if not is_plain(value) and lies != wanted and all(p.is_replicate() for p in lies[1]):
+        value = full_of(value)  # a mean of several states, say
     if not is_plain(value):
-        lies, wanted = _lies(value), _lies(own)
         if lies != wanted:
             raise LayoutError(
                 f"a DTensor with placements {lies[1]} on {lies[0]}, this parameter has {wanted[1]} on {wanted[0]}\n"

@@ -95,6 +95,17 @@ class Crew:
             if text:
                 raise CheckpointError(frame.format(f"rank {rank}: {text}" if len(by_rank) > 1 else text))
 
+    def agree_on(self, text: str, what: str, fix: str) -> None:
+        """Raise on all ranks where they say different things; a collective.
+
+        Raises:
+            CheckpointError: what each rank said.
+        """
+        by_rank = self.differing(text)
+        if by_rank is not None:
+            said = "; ".join(f"rank {rank}: {text}" for rank, text in by_rank.items())
+            raise CheckpointError(f"{what} different things: {said}\n  fix: {fix}")
+
     def raise_everywhere(self, failure: str, what: str) -> None:
         """Raise on all ranks an error of the machine, such as a full disk; a collective.
 

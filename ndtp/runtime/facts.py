@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ndtp.errors import LayoutError
 
@@ -92,6 +95,8 @@ def hash_of_content(x: Tensor) -> Tensor:
             "which torch takes the sizes alone\n  fix: p.data = x.full_tensor(), a whole tensor; what peft makes of "
             "several adapters (add_weighted_adapter) is made before parallelize"
         )
+    if is_traceable_wrapper_subclass(x):  # as torchao has quantised weights
+        return torch.stack([hash_of_content(getattr(x, name)) for name in x.__tensor_flatten__()[0]]).sum()
     x = x.detach().reshape(-1)
     data = x.contiguous().view(torch.uint8)
     data = torch.nn.functional.pad(data, (0, -data.numel() % 8)) if data.numel() % 8 else data
@@ -122,7 +127,10 @@ def _sampled(x: Tensor, place: int) -> Tensor | Fingerprint:
     x = x.detach()
     flat = (x.coalesce().values() if x.is_sparse else x).reshape(-1)  # a gradient of an embedding may be sparse
     if flat.numel() > _SAMPLE:
-        flat = flat[:: -(-flat.numel() // _SAMPLE)]
+        apart = -(-flat.numel() // _SAMPLE)
+        while math.gcd(apart, flat.numel()) > 1:  # or they would be those of one column, or of some
+            apart += 1
+        flat = flat[::apart]
     if flat.is_complex():
         flat = torch.view_as_real(flat).flatten()
     flat = flat.double()
@@ -220,12 +228,40 @@ def thread_facts(found: Sequence[Any], device_type: str) -> list[Fact]:
     ]
 
 
-def random_state(device_type: str) -> bytes:
-    """Return the state of torch's generators, which every draw changes."""
+def random_states(device_type: str, of: Iterable[str]) -> dict[str, bytes]:
+    """Return the states of generators, by name, which every draw from them changes."""
+    return {name: _GENERATORS[name](device_type) for name in of}
+
+
+def drawn_since(before: Mapping[str, bytes], device_type: str, may_differ: tuple[str, ...]) -> dict[str, Fact]:
+    """Return, for each generator from which numbers were drawn since, by name, the state that it had before."""
+    return {
+        name: Fact(f"random numbers of {name} before the last call", short(before[name]), may_differ)
+        for name, now in random_states(device_type, before).items()
+        if now != before[name]
+    }
+
+
+def _state_of_torch(device_type: str) -> bytes:
     state = torch.default_generator.get_state().numpy().tobytes()
     if device_type == "cuda" and torch.cuda.is_initialized():
         state += torch.cuda.get_rng_state().numpy().tobytes()
     return state
+
+
+def _state_of_numpy(_: str) -> bytes:
+    state: Any = numpy.random.get_state(legacy=False)
+    own = dict(state["state"])  # of the Mersenne Twister, or of another one that a program has put in its place
+    return bytes(own.pop("key", b"")) + repr((own, state.get("has_gauss"))).encode()
+
+
+def _state_of_python(_: str) -> bytes:
+    _, words, gauss = random.getstate()
+    return f"{hash(words)} {gauss}".encode()
+
+
+_GENERATORS = {"torch": _state_of_torch, "NumPy": _state_of_numpy, "Python": _state_of_python}
+GENERATORS = tuple(_GENERATORS)
 
 
 def short(state: bytes) -> str:

@@ -149,7 +149,8 @@ def _viewed_in_place(kind: Any, func: Any, name: str, args: Any, kwargs: Any) ->
     if isinstance(own, nn.Parameter) or name not in IN_PLACE_VIEWS:
         raise LayoutError(
             f"ndtp: {own.ndtp_name or 'a parameter'} {tuple(own.shape)} is split over ranks, and {name}() would change "
-            f"its sizes in place\n  fix: {name.rstrip('_')}() gives another tensor"
+            "its sizes or memory in place\n  fix: "
+            + (f"{name.rstrip('_')}() gives another tensor" if hasattr(own, name.rstrip("_")) else "p.data = other")
         )
     before = kind(own._dtensor, False, own.ndtp_real)
     vars(before).update(vars(own))

@@ -37,12 +37,17 @@ SUMMARY = "all of "  # begins topics that others take apart
 FIXES = (  # by the beginning of a topic
     ("input", "the same rows on all ranks, but for those of another {axes}: a DistributedSampler takes "
      "num_replicas= and rank= of {axes} alone, and is left out where the grid has no such axis"),
+    ("random numbers of NumPy", "np.random.seed with one seed on all of these ranks, and nothing drawn on one of them "
+     "alone"),
+    ("random numbers of Python", "random.seed with one seed on all of these ranks, and nothing drawn on one of them "
+     "alone"),
     ("random", "torch.manual_seed with one seed on all of these ranks, and nothing drawn on one of them alone"),
     ("training", "model.train() or model.eval() on every rank"),
     ("optimizer", "the same optimizer with the same settings on every rank"),
     ("gradient of", "optimizer.zero_grad() on every rank, or on none"),
     ("requires_grad", "freeze the same parameters on every rank"),
     ("weight", "change weights on every rank alike, and load the same checkpoint everywhere"),
+    ("buffer", "the same buffers on every rank: load the same checkpoint, and change them alike"),
     ("factor", "scale and clip gradients alike on every rank"),
     ("changed gradient", "scale, clip and remove gradients alike on every rank"),
     ("number", "the same probabilities, epsilons and flags of modules on every rank"),

@@ -269,3 +269,28 @@ def test_a_save_beside_training(tmp_path):
     with pytest.raises(CommunicationError, match="another process saves there"):
         save(model, optimizer, tmp_path / "run")
     saving.wait()
+
+
+def saved_otherwise(folder):
+    """Rank 1 gives no optimizer, one that has made no step, or asks for chunks; then all give the same."""
+    mesh, x = mesh_of(Grid(dp=2)), torch.ones(2, 4)
+    torch.manual_seed(0)
+    model = ndtp.parallelize(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)), mesh, example=x)
+    optimizer = torch.optim.Adam(model.parameters())
+    save(model, optimizer, folder)
+    model(x).sum().backward()
+    optimizer.step()
+    said = []
+    for other, chunks in ((None, False), (torch.optim.Adam(model.parameters()), False), (optimizer, True)):
+        try:
+            save(model, other if mesh.rank else optimizer, folder, chunks=chunks and mesh.rank == 1)
+        except CheckpointError as error:
+            said.append(str(error))
+    return said, load(model, optimizer, folder)
+
+
+def test_ranks_that_save_different_things_spoil_no_checkpoint(ranks, tmp_path):
+    (said, _), other = ranks(2).run(saved_otherwise, tmp_path / "run")
+    assert said == other[0] and len(said) == 3
+    assert "rank 0: optimizer Adam with 12 tensors of state" in said[0] and "rank 1: no optimizer" in said[0]
+    assert "rank 1: optimizer Adam with 0 tensors of state" in said[1] and "chunks=True" in said[2]

@@ -224,3 +224,25 @@ def test_prompts_of_peft(ranks, tmp_path):
 def test_several_adapters_of_peft(ranks):
     pytest.importorskip("peft")
     ranks(2).run(check_several)
+
+
+def check_a_second_adapter():
+    """As trl's DPO adds one for its reference; the model that is wrapped may be given alone, too."""
+    mesh, given = mesh_of(Grid(x=2)), inputs("LlamaForCausalLM")
+    models = [adapted("LlamaForCausalLM", by_peft) for _ in range(2)]
+    models[1] = ndtp.parallelize(models[1], mesh)
+    losses = []
+    for model in models:
+        model.add_adapter("other", model.peft_config["default"])
+        for name, p in model.named_parameters():
+            if ".other." in name:
+                p.data.fill_(0.02)
+        if model is models[1]:
+            assert ndtp.parallelize(model, mesh) is model and ndtp.parallelize(model.get_base_model()) is not None
+        model.set_adapter("other")
+        losses.append(model(**given).loss)
+    torch.testing.assert_close(losses[1], losses[0])
+
+
+def test_a_second_adapter_after_the_split(ranks):
+    ranks(2).run(check_a_second_adapter)

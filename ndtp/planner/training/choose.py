@@ -217,7 +217,8 @@ def _micros(question: Question, sizes: Mapping[str, int]) -> Iterator[tuple[int,
             continue
         turns = [v for v in VIRTUAL if v == 1 or (pp > 1 and -(-layers // pp) % v == 0 and (share // micro) % pp == 0)]
         for virtual in (fixed["virtual"],) if "virtual" in fixed else turns:
-            yield (*(sizes[axis] for axis in STEP_AXES), micro, virtual)
+            if layers >= pp * virtual:  # a layer for each stage
+                yield (*(sizes[axis] for axis in STEP_AXES), micro, virtual)
 
 
 def _nothing(question: Question, least: float | None) -> str:
