@@ -201,9 +201,7 @@ def train(
                 break
             except RankError as error:
                 if error.refusal:
-                    what, is_of_sizes, _ = error.refusal.partition("\n  fix: pad=True")
-                    options = "\n  fix: --width and --heads that the axes divide, or another --grid"
-                    raise LayoutError(what + options if is_of_sizes else error.refusal) from None
+                    raise LayoutError(_in_options(error.refusal)) from None
                 if is_first_rank():
                     print(f"train failed: {error}", file=sys.stderr)
                 if restarts and world_size() is None and not stop_file.exists():
@@ -288,6 +286,16 @@ def _check_capture(has_grid: bool, stages: int) -> None:
         why = "a step of one grid is captured: --grid, and no --stages"
     if why:
         raise typer.BadParameter(f"{why}; without it steps run eagerly", param_hint="--capture")
+
+
+def _in_options(refusal: str) -> str:
+    """An error of the library with the fix that the command's user has."""
+    for fix, options in (("pad=True", "--width and --heads that the axes divide"),
+                         ("pad dim 0", "--batch and --context whose product the axes divide")):  # fmt: skip
+        what, is_of_sizes, _ = refusal.partition(f"\n  fix: {fix}")
+        if is_of_sizes:
+            return f"{what}\n  fix: {options}, or another --grid"
+    return refusal
 
 
 def _named(axes: dict[str, int]) -> str:

@@ -97,13 +97,14 @@ class WeightPrefetch:
             # A checkpointed forward again, in another order.
             return None
         known = self._known.get(owner)
+        is_new = known is None
         if known is None:
             known = self._known[owner] = _Weight(owner)
         known.note(weight, way)
         ahead = self._taken(weight.device.type)
         if known in self._chain:
             self._chain.clear()
-        elif (last := self._last) is not None and last.following is None:
+        elif is_new and (last := self._last) is not None and last.following is None:  # an old one: of another step
             last.following = known
         self._chain.add(known)
         self._last = known

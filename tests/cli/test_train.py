@@ -165,6 +165,7 @@ def test_under_torchrun(ranks, tmp_path):
         (("--tensorboard",), "pip install tensorboard"),
         (("--compare", "nowhere"), "nowhere has no log.csv"),
         (("--width", "36", "--heads", "3", "--grid", "x=2"), "3 heads are split over x=2"),
+        (("--batch", 7, "--context", 15, "--grid", "dp=2"), "fix: --batch and --context whose product the axes divide"),
         (("--width", "16", "--heads", "4", "--grid", "x=3"), "fix: --width and --heads that the axes divide, or"),
     ],
 )

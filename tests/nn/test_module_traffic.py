@@ -64,3 +64,29 @@ def test_nothing_is_left_of_the_run(is_training):
     assert all(not p._backward_hooks and p.grad is None for p in mlp.parameters())
     attention = ndtp.nn.Attention(32, 4, mesh=DryGrid(CUBE), device="meta", positions=refuses)
     assert attention.volume(4, 8).total > 0 and attention.positions is refuses
+
+
+class Twice(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(12, 20), torch.nn.Linear(20, 12)
+
+    def forward(self, x):
+        h = self.a(x)
+        return self.b(h) + self.b(h * 2)
+
+
+def bytes_of_steps():
+    model, x = ndtp.parallelize(Twice(), ndtp.ProcessGrid(Grid(z=2))), torch.ones(6, 12)
+    found = []
+    for _ in range(3):
+        with ndtp.CommMeter() as meter:
+            model(x).sum().backward()
+        found.append(meter.volume.by("collective")["all_gather"])
+    return found, model.ndtp_report.volume(x).by("collective")["all_gather"]
+
+
+def test_a_layer_that_is_called_twice_is_gathered_as_often_in_each_step(ranks):
+    """No gather is started for a layer that comes only in the next step."""
+    for found, predicted in ranks(2).run(bytes_of_steps):
+        assert found == [predicted] * 3

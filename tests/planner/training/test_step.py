@@ -174,6 +174,13 @@ def test_a_step_that_starts_kernels_most_of_its_time_says_so_and_splits_no_layer
     assert float(step(machine=machine, y=4, batch=8).total) > float(step(machine=machine, dp=4, batch=8).total)
 
 
+def test_each_stage_of_a_pipeline_has_a_layer():
+    given = Question(replace(MODEL, layers=3), 8, 4, MACHINE, PLAIN, context=False, fixed={"pp": 2})
+    assert {each.splits.virtual for each in choose(given, 20)} == {1}
+    with pytest.raises(ValueError, match="4 heads and 3 layers, with pp=4"):
+        choose(replace(given, fixed={"pp": 4}), 1)
+
+
 def test_keys_travel_round_a_ring_by_the_wire_and_sums_of_their_gradients_as_they_are():
     """Of bf16 fp8 has half the bytes, and a scale of 4 bytes for each head of 64 numbers."""
     alone = {"overlap_weights": False}
