@@ -129,12 +129,13 @@ class Saving:
                 raise CheckpointError(f"save: {failure}")
 
         self.crew.agree(failure_of(describe))
-        given = "no optimizer" if optimizer is None else f"optimizer {type(optimizer).__name__}"
-        if whole.count == 1 and optimizer is not None:
+        given = f"chunks={chunks}"
+        if whole.count == 1:  # stages may have optimizers of their own, or none
             names = sorted(key for kept in every for key in kept.parts)
-            given += f" with {len(names)} tensors of state (hash {digest(names):08x})"
-        fix = "save(model, optimizer, folder) on every rank, with an optimizer of the same weights and as many steps"
-        self.crew.agree_on(f"{given}, chunks={chunks}", f"save: {folder}: ranks give", fix)
+            given += ", no optimizer" if optimizer is None else f", optimizer {type(optimizer).__name__}"
+            given += f" with {len(names)} tensors of state (names {digest(names):x})" * (optimizer is not None)
+        fix = "the same arguments of save on every rank: an optimizer of the same weights, with as many steps"
+        self.crew.agree_on(given, f"save: {folder}: ranks give", fix)
         self._run = _run(whole, every, chunks, dict(extra or {}))
         self._exchange = FolderSwap(self.folder)
         self.crew.alone(self._exchange.open, f"save: {self.folder} stays as it was")

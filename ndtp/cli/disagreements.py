@@ -210,7 +210,7 @@ KINDS = [
     Disagreement("momentum", "optimizer of step 1: momentum: .*0.9", _of_optimizer(momentum=0.9)),
     Disagreement("optimizer", "optimizer of step 1: .*Adam", {"optimizer": lambda found: (torch.optim.Adam, found[1])}),
     Disagreement("weights of the optimizer", "optimizer of step 1: weights", {"parameters": lambda found: found[1:]}),
-    Disagreement("another weight of the optimizer", "optimizer of step 1: which weights",
+    Disagreement("another weight of the optimizer", "optimizer of step 1: weights",
                  {"parameters": lambda found: [nn.Parameter(torch.zeros(1)), *found[1:]]}),
     Disagreement("loss scale", "factor of the loss", {"loss": lambda loss: loss * 8}),
     Disagreement("clip", "factor of gradients", {"gradients": _to(0.1)}),

@@ -25,6 +25,7 @@ from ndtp.models.made_classes import made_class
 from ndtp.models.noted import Noted, settle
 from ndtp.runtime.default_group import OwnRows
 from ndtp.runtime.grid_like import GridLike
+from ndtp.runtime.memories import refuse_later_writes
 
 _DRAFTS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")  # options of `generate`
 
@@ -93,6 +94,8 @@ def _noting(theirs: Any, name: str, mesh: GridLike, compiles: bool) -> Any:
             return method(self, *args, **kwargs)
         reads = CodeReads()
         reads.wants_inputs = not running and wants_gradients(args, kwargs)  # the root's are asked for
+        if not running and not torch.compiler.is_compiling():
+            refuse_later_writes()
         running.append(reads)
         rows.begin()
         try:

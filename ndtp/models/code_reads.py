@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from ndtp.errors import LayoutError
 from ndtp.runtime.arrival import is_plain, local_of
-from ndtp.runtime.versions import count_write, refuse_changed, version_of
+from ndtp.runtime.versions import refuse_changed, version_of
 
 # Of a tensor on the grid, of DTensor, and of a split tensor.
 OWN_ATTRIBUTES = {
@@ -146,7 +146,8 @@ class CodeReads:
                 "  fix: change parameters outside of forward"
             )
         own._local_tensor.data = part_of(plain.detach(), own._dtensor)  # what was computed has the memory of before
-        count_write(own)  # or ranks that write alone would not be seen
+        if not own.is_inference():
+            torch.autograd.graph.increment_version([own])  # or ranks that write alone would not be seen
         wrote(type(own), own)
         self._stand_ins[id(parameter)] = stand_in._replace(
             place=plain.data_ptr(), version=plain._version, of_parameter=version_of(parameter)

@@ -26,6 +26,7 @@ from ndtp.ops.moving import taken
 from ndtp.runtime.arrival import is_plain, stored_shape
 from ndtp.runtime.halves import dense_part
 from ndtp.runtime.handed_out import refuse_handed_out
+from ndtp.runtime.memories import stands_for
 
 
 class PartOfParameter(Protocol):
@@ -115,7 +116,8 @@ class Replicated(nn.Module):
             real = getattr(value, "ndtp_real", plain.shape)
             if part is not None:
                 plain = part.of(plain)
-                plain.stands_for = value if isinstance(value, nn.Parameter) else None  # type: ignore[attr-defined]
+                if isinstance(value, nn.Parameter):
+                    stands_for(plain, value)
             else:
                 plain = dense_part(plain, real)
             return plain if is_in_transform() else reads.stands_for(plain, value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -26,9 +26,12 @@ class _Known:
 
     Attributes:
         key: the models that were asked, and how many weights it had.
+        weights: of each group how many, and a hash of the names that models have for them; of the weights in `ids`.
     """
 
     key: Any = None
+    ids: Any = None
+    weights: Sequence[str] = ()
     concerned: Sequence[Any] = ()
     given: Any = None
     groups: OptimizerGroups
@@ -84,13 +87,11 @@ class OptimizerGroups(list[dict[str, Any]]):
         return self._text
 
 
-def _group_settings(group: dict[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
+def _group_settings(group: dict[str, Any], weights: str) -> dict[str, Any]:
     own: dict[str, Any] = {}
     for name, value in group.items():
         if name == "params":
-            own["weights"] = len(value)
-            if of_models := [names[id(p)] for p in value if id(p) in names]:
-                own["which weights"] = f"'{of_models[0]}' to '{of_models[-1]}', hash {digest(of_models):08x}"
+            own["weights"] = weights
         elif isinstance(value, PLAIN):
             own[name] = value
         elif isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:
@@ -105,9 +106,15 @@ def _settings_of(optimizer: Optimizer, known: _Known) -> tuple[str, OptimizerGro
         for group in optimizer.param_groups
     ]
     if known.given is None or known.given != given:
-        models = [model for calls in known.concerned if (model := calls.held) is not None]
-        names = {id(p): name for model in models for name, p in model.named_parameters()}
-        known.groups = OptimizerGroups([_group_settings(group, names) for group in optimizer.param_groups])
+        ids = [tuple(map(id, group["params"])) for group in optimizer.param_groups]
+        if known.ids != ids:
+            models = [model for calls in known.concerned if (model := calls.held) is not None]
+            names = {id(p): name for model in models for name, p in model.named_parameters()}
+            # By any order: that of a set goes by addresses.
+            of_models = [sorted(names[i] for i in group if i in names) for group in ids]
+            known.weights = [f"{len(i)}, names {digest(names):x}" for i, names in zip(ids, of_models, strict=True)]
+            known.ids = ids
+        known.groups = OptimizerGroups(map(_group_settings, optimizer.param_groups, known.weights))
         # Others change where they are.
         known.given = given if all(isinstance(value, PLAIN) for values in given for value in values) else None
     state: Any = next(iter(optimizer.state.values()), {})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import count as count_up
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 
 from ndtp.errors import MismatchError
 from ndtp.models.replicas import brought_together, may_drift
@@ -19,8 +20,8 @@ from ndtp.models.same_optimizers import OptimizerGroups, Settings
 from ndtp.nn.hooks import OF_A_MODULE
 from ndtp.nn.sharded import Sharded
 from ndtp.runtime.arrival import is_plain, local_of
-from ndtp.runtime.facts import Fact, digest, hash_of_content, is_strided
-from ndtp.runtime.points import compare_facts
+from ndtp.runtime.facts import Fact, Fingerprint, digest, hash_of_content, is_strided, projection_of
+from ndtp.runtime.points import Point, compare_facts, compare_once
 from ndtp.runtime.versions import Versions
 from ndtp.runtime.writes import writes
 
@@ -267,10 +268,6 @@ class Steps:
             if set(topic) != set(every)
         ]  # fmt: skip
         changes = Fact("all of the weights that were changed by nobody known", digest(changed))
-        buffers = {f"buffer '{name}'": x for name, x in self._calls.model.named_buffers() if _has_numbers(x)}
-        hashes, rows = _contents(buffers.values()), tuple(self._calls.rows)
-        if hashes:
-            facts.append(Fact("all of the buffers", digest(hashes), rows))
 
         def details() -> list[Fact]:
             found = []
@@ -278,8 +275,9 @@ class Steps:
                 if set(own) != set(every):
                     found.append(Fact(f"weight '{name}'", f"hash {x:016x}", own))
                 found.append(Fact(f"weight '{name}' since the last step", how or "as it was"))
-            return found + [Fact(name, f"hash {x:016x}", rows) for name, x in zip(buffers, hashes, strict=True)]
+            return found
 
+        self._compare_buffers(f"buffers before {what}")
         what = f"weights before {what}"
         if not self.taken or not may_drift(mesh.device_type):
             compare_facts(mesh, what, [*facts, changes], details)
@@ -291,6 +289,32 @@ class Steps:
             if not brought_together(mesh, [*_in_order(self._calls.model)], axes):
                 raise
             self._seen = self._parts.counts.now()
+
+    def _compare_buffers(self, what: str) -> None:
+        """Compare the buffers that a model's state has: integers by hashes, real numbers up to rounding."""
+        numbers: dict[str, Fingerprint] = {}
+        of_rows: list[tuple[str, Any]] = []
+        for name, x in kept_buffers(self._calls.model):
+            topic = f"buffer '{name}'"
+            if x.is_floating_point() or x.is_complex():
+                real = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+                found = projection_of(real.nan_to_num(nan=0.0, posinf=1.0, neginf=-1.0), len(numbers))  # a mask's
+                numbers[topic] = found if isinstance(found, Fingerprint) else Fingerprint(*found.tolist())
+            else:
+                of_rows.append((topic, f"hash {int(hash_of_content(x)):x}"))
+        rows = tuple(self._calls.rows)
+        if numbers or of_rows:
+            facts = [Fact(*each, rows) for each in of_rows]
+            compare_once(self._calls.mesh, Point(what, None, of_rows, numbers, facts=lambda: facts), rows)
+
+
+def kept_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers of a model that its state has and every rank has whole, in one block of memory, by name."""
+    for prefix, module in model.named_modules():
+        for key, x in module._buffers.items():
+            is_kept = x is not None and key not in module._non_persistent_buffers_set
+            if is_kept and is_plain(x) and is_strided(x) and not (x.is_meta or x.is_quantized or is_fake(x)):
+                yield f"{prefix}.{key}" if prefix else key, x
 
 
 def _changed(before: Sequence[Any], now: Sequence[Any]) -> tuple[int, ...]:
@@ -359,14 +383,9 @@ def _split_over(parameter: Tensor, every: Sequence[str]) -> tuple[str, ...]:
     return tuple(axis for axis, placement in zip(names, placements, strict=True) if not placement.is_replicate())
 
 
-def _has_numbers(buffer: Any) -> bool:
-    """Whether every rank has all of a buffer, in one block of memory."""
-    return is_plain(buffer) and is_strided(buffer) and not (buffer.is_meta or buffer.is_quantized)
-
-
 @torch.no_grad()
-def _contents(parameters: Iterable[Tensor]) -> list[int]:
-    """A hash of what each parameter or buffer holds on this rank; one transfer from an accelerator."""
+def _contents(parameters: Sequence[nn.Parameter]) -> list[int]:
+    """A hash of what each parameter holds on this rank; one transfer from an accelerator."""
     found = [hash_of_content(local_of(parameter)) for parameter in parameters]
     if not found:
         return []

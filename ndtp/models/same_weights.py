@@ -46,14 +46,14 @@ def check_same_weights(model: nn.Module, mesh: ProcessGrid) -> None:
         raise MismatchError(
             f"parallelize: ranks have different models: of '{name}' {count} ranks have the same, rank {ranks} {what}\n"
             "  fix: the same seed (torch.manual_seed) or the same checkpoint on every rank, before the model is made; "
-            "or make it on the meta device"
+            "or make it on the meta device; a buffer that is filled later by torch.zeros, not by torch.empty"
         )
     raise MismatchError("parallelize: ranks have the same parameters in different orders")
 
 
 def _lines(model: nn.Module) -> Iterator[str]:
     for name, x in chain(model.named_parameters(), model.named_buffers()):
-        if type(x) not in (Tensor, nn.Parameter) or x.layout is not torch.strided:
+        if type(x) not in (Tensor, nn.Parameter) or x.layout is not torch.strided or x.is_nested:
             continue
         if not (x.is_meta or x.is_quantized):
             yield f"{name} = {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}, {fingerprint(x):016x}"
@@ -62,7 +62,7 @@ def _lines(model: nn.Module) -> Iterator[str]:
 @torch.no_grad()
 def fingerprint(x: Tensor) -> int:
     """A hash of a tensor's bytes and their order, computed where it lies."""
-    data = x.detach().contiguous().flatten().view(torch.uint8)
+    data = x.detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
     total = 0
     for start in range(0, data.numel(), BLOCK_BYTES):
         block = data[start : start + BLOCK_BYTES]

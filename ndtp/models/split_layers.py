@@ -23,6 +23,7 @@ from ndtp.models.table_settings import refused_setting
 from ndtp.ops.lookup import LookupPlan, look_up
 from ndtp.ops.moving import taken
 from ndtp.runtime.eagerly import as_it_is
+from ndtp.runtime.memories import stands_for
 from ndtp.runtime.of_turn import OfTurn
 from ndtp.runtime.waiting_calls import settle_calls_of
 from ndtp.split.along import without_padding
@@ -149,7 +150,7 @@ class ReadAsSplit(Adopted):
         ]
         made = enter(here.view_as(here), Spec(self.context, tuple(lies.real), layout, padded, (), own))
         if isinstance(value, nn.Parameter):
-            made.stands_for = value
+            stands_for(made, value)
             reads.carry_attributes(value, made)
         return made
 

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ndtp.errors import CaptureError
 from ndtp.runtime.arrival import local_of
+from ndtp.runtime.memories import Memories
 
 _PLAIN = (bool, int, float, str, tuple, type(None))
 
@@ -31,6 +32,8 @@ class HeldOptimizers:
         self._settings: list[dict[str, Any]] = []
         self._grads: list[tuple[Tensor, Tensor | None]] = []
         self._is_stale = ""
+        self._changes = 0  # of memories of parameters
+        self._memories: list[tuple[Tensor, Tensor]] = []  # of parameters, which a graph reads and so must stay
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -71,6 +74,7 @@ class HeldOptimizers:
         """Remember what the graph that is about to be captured will hold."""
         self._settings = [_settings(group) for group in self._groups()]
         self._grads = [(p, p.grad) for p in self._parameters()]
+        self._changes, self._memories = Memories.changes, [(p, local_of(p).detach()) for p in self._parameters()]
 
     def check_gradients(self) -> None:
         """Refuse a step that leaves other gradients than it found: a replay would not add to them.
@@ -124,6 +128,16 @@ class HeldOptimizers:
                     f"ndtp.capture: the gradient of a parameter {tuple(parameter.shape)} is another one than the graph "
                     "adds to\n  fix: zero_grad() at the end of the step, inside of it"
                 )
+
+        if Memories.changes != self._changes:
+            for parameter, memory in self._memories:
+                if local_of(parameter).data_ptr() != memory.data_ptr():
+                    raise CaptureError(
+                        f"ndtp.capture: a parameter {tuple(parameter.shape)} was given other memory by .data = since "
+                        "the capture, and the graph computes with the one of before\n  fix: p.copy_(x) under "
+                        "torch.no_grad(), or give it that of before for the step"
+                    )
+            self._changes = Memories.changes
 
     def _groups(self) -> Iterator[dict[str, Any]]:
         for optimizer in self.optimizers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -97,7 +98,7 @@ def hash_of_content(x: Tensor) -> Tensor:
         )
     if is_traceable_wrapper_subclass(x):  # as torchao has quantised weights
         return torch.stack([hash_of_content(getattr(x, name)) for name in x.__tensor_flatten__()[0]]).sum()
-    x = x.detach().reshape(-1)
+    x = x.detach().resolve_conj().resolve_neg().reshape(-1)
     data = x.contiguous().view(torch.uint8)
     data = torch.nn.functional.pad(data, (0, -data.numel() % 8)) if data.numel() % 8 else data
     words = (data if data.storage_offset() % 8 == 0 else data.clone()).view(torch.int64)
@@ -125,7 +126,9 @@ def projection_of(x: Tensor, place: int = 0) -> Tensor | Fingerprint:
 @torch.no_grad()
 def _sampled(x: Tensor, place: int) -> Tensor | Fingerprint:
     x = x.detach()
-    flat = (x.coalesce().values() if x.is_sparse else x).reshape(-1)  # a gradient of an embedding may be sparse
+    flat = (
+        (x.coalesce().values() if x.is_sparse else x).resolve_conj().resolve_neg().reshape(-1)
+    )  # a gradient of an embedding may be sparse
     if flat.numel() > _SAMPLE:
         apart = -(-flat.numel() // _SAMPLE)
         while math.gcd(apart, flat.numel()) > 1:  # or they would be those of one column, or of some
@@ -229,8 +232,17 @@ def thread_facts(found: Sequence[Any], device_type: str) -> list[Fact]:
 
 
 def random_states(device_type: str, of: Iterable[str]) -> dict[str, bytes]:
-    """Return the states of generators, by name, which every draw from them changes."""
-    return {name: _GENERATORS[name](device_type) for name in of}
+    """Return the states of generators, by name, which every draw from them changes; those of NumPy and Python only
+    where no other thread of the program is there, which may draw from them as well.
+    """
+    is_alone = not any(_may_draw(thread) for thread in threading.enumerate())
+    return {name: _GENERATORS[name](device_type) for name in of if name == "torch" or is_alone}
+
+
+def _may_draw(thread: threading.Thread) -> bool:
+    """Whether a thread is another one of the program: none of ndtp, of autograd, or tqdm's, which watches bars."""
+    is_known = thread.name.startswith("ndtp") or type(thread).__name__ in ("TMonitor", "_DummyThread")
+    return thread is not threading.current_thread() and not is_known
 
 
 def drawn_since(before: Mapping[str, bytes], device_type: str, may_differ: tuple[str, ...]) -> dict[str, Fact]:
@@ -251,8 +263,8 @@ def _state_of_torch(device_type: str) -> bytes:
 
 def _state_of_numpy(_: str) -> bytes:
     state: Any = numpy.random.get_state(legacy=False)
-    own = dict(state["state"])  # of the Mersenne Twister, or of another one that a program has put in its place
-    return bytes(own.pop("key", b"")) + repr((own, state.get("has_gauss"))).encode()
+    own = dict(state.pop("state"))  # of the Mersenne Twister, or of another one that a program has put in its place
+    return bytes(own.pop("key", b"")) + repr((own, state)).encode()
 
 
 def _state_of_python(_: str) -> bytes:

@@ -31,15 +31,16 @@ from ndtp.runtime.grid_operations import operate
 from ndtp.runtime.grid_parts import boxes_of, full_of, lying_as, part_of
 from ndtp.runtime.handed_out import note_mixed, note_use
 from ndtp.runtime.loaded_states import watch_loaded_states
+from ndtp.runtime.memories import given_memory, note_given
 from ndtp.runtime.reads import NamedRead
-from ndtp.runtime.versions import count_write
 from ndtp.runtime.waiting_calls import note_data_read
 
 CLASS: Any = vars(object)["__class__"]
 GRAD: Any = vars(torch._C.TensorBase)["grad"]
 ADD = torch.ops.aten.add.Tensor
 HANDED = ("ndtp_is_handed", "ndtp_hand_out", "ndtp_set_aside")
-KEPT = ("_dtensor", "ndtp_summed_over", "ndtp_waiting", *HANDED)  # hooks, and what stands for one, are not copied
+# Hooks, and what stands for one, are not copied.
+KEPT = ("_dtensor", "ndtp_memories", "ndtp_summed_over", "ndtp_waiting", *HANDED)
 
 
 class GridTensor(torch.Tensor):
@@ -64,6 +65,7 @@ class GridTensor(torch.Tensor):
     ndtp_name: str
     ndtp_is_read: bool
     ndtp_view: Any
+    ndtp_memories: Any = None  # see `ndtp.runtime.versions`
     ndtp_is_handed: bool
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -120,20 +122,15 @@ class GridTensor(torch.Tensor):
     def data(self, value: Tensor) -> None:
         """A dense tensor, of which this rank takes its part; or one of the grid, with its memory if that lies alike."""
         note_data_read(self)
-        if (given := tuple(value.shape)) != tuple(self.shape):
-            what = f"'{self.ndtp_name}'" if self.ndtp_name else "a parameter"
-            raise LayoutError(
-                f"ndtp: .data = of {what} {tuple(self.shape)}, which is split over ranks, got a tensor {given}\n"
-                "  fix: a dense tensor of its shape, of which each rank takes its part; or make the model anew"
-            )
-        value, own = value.detach(), self._dtensor._local_tensor
-        if isinstance(value, DTensor) and _lies(value) == _lies(self):
-            local = value._local_tensor
+        lies_alike = isinstance(value, DTensor) and _lies(value) == _lies(self)
+        note_given(self, value, is_copied=not lies_alike)
+        value = value.detach()
+        if lies_alike:
+            local = value._local_tensor  # type: ignore[attr-defined]
         else:
             local = part_of(full_of(value) if isinstance(value, DTensor) else value, self._dtensor)
         if (local.dtype, local.device) == (self.dtype, self.device):
-            own.data = local  # who has got the memory of before keeps its numbers
-            count_write(own)
+            given_memory(self, local)
         else:
             become(self, lying_as(local, self._dtensor), self.ndtp_name, self.ndtp_real)
 
@@ -339,7 +336,7 @@ def become(parameter: Any, dtensor: Any, name: str, real: Sequence[int]) -> None
     made = GridTensor(own, parameter.requires_grad, real)
     if made.is_padded:
         watch_loaded_states()
-    vars(parameter).update(vars(made), ndtp_name=name, _is_param=True)
+    vars(parameter).update(vars(made), ndtp_name=name, ndtp_memories=None, _is_param=True)
     exchange(parameter, made)
 
 

@@ -172,6 +172,14 @@ def compare_facts(mesh: Compared, what: str, facts: Sequence[Fact], details: Cal
     raise MismatchError(message(told, mesh.grid, ranks, ()))
 
 
+def compare_once(mesh: Compared, point: Point, rows_differ: Sequence[str] = ()) -> None:
+    """Compare a point outside of what is `Speaking`."""
+    conversation = mesh.groups.conversation()
+    if conversation is not None:
+        with Speaking(conversation, point.what):
+            compare(mesh, conversation, point, rows_differ)
+
+
 class Speaking:
     """One thread of a rank at a time is in a call, or a backward, of those that a conversation belongs to.
 

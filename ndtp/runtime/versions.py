@@ -6,27 +6,24 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from ndtp.runtime.memories import Memories, memories_of
 
 _version = attrgetter("_version")
 
 
 def version_of(x: Tensor) -> tuple[int, ...]:
-    """Changes when the tensor is changed in place; writes to its `.data` are seen by nobody.
+    """Changes when the tensor is changed in place, or is given other memory; writes to its `.data` are seen by nobody.
 
     An operation on a DTensor counts on the DTensor alone, one on its local tensor there alone.
     """
     local = getattr(x, "_local_tensor", x)
+    memories: Memories | None = getattr(x, "ndtp_memories", None)
+    number = 0 if memories is None else memories.number
     if local.is_inference() or x.is_inference():  # torch counts no changes of these
-        return (local.data_ptr(),)
-    return x._version, getattr(x, "_dtensor", local)._version, local._version, local.data_ptr()
-
-
-def count_write(x: Tensor) -> None:
-    """Count a change in place that torch does not count."""
-    if not x.is_inference():
-        torch.autograd.graph.increment_version([x])
+        return local.data_ptr(), number
+    return x._version, getattr(x, "_dtensor", local)._version, local._version, local.data_ptr(), number
 
 
 class Versions:
@@ -38,12 +35,12 @@ class Versions:
 
     def __init__(self, tensors: Sequence[Tensor], swaps: bool = True) -> None:
         self._tensors, self._swaps = tensors, swaps
-        self._both = [each for x in tensors for each in (x, getattr(x, "_local_tensor", x))]
+        self._asked = [each for x in tensors for each in (x, getattr(x, "_local_tensor", x), memories_of(x))]
 
     def now(self) -> list[Any]:
         if not self._swaps:
             try:
-                return [*map(_version, self._both)]
+                return [*map(_version, self._asked)]
             except RuntimeError:  # tensors of inference, of which torch counts no changes
                 pass
         return [version_of(x) for x in self._tensors]
@@ -75,8 +72,9 @@ def refuse_changed(x: Tensor, seen: tuple[int, ...], what: str) -> None:
         RuntimeError: as torch's own, where it was changed in place since.
     """
     if (now := version_of(x)) != seen:
+        is_counted = now[0] != seen[0]
+        how = f"is at version {now[0]}; expected version {seen[0]} instead" if is_counted else "has other memory since"
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"{what}, {tuple(x.shape)}, is at version {now[0]}; expected version {seen[0]} instead\n"
-            "  fix: backward first, or compute with a clone"
+            f"{what}, {tuple(x.shape)}, {how}\n  fix: backward first, or compute with a clone"
         )

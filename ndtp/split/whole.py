@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ndtp.errors import LayoutError
 from ndtp.runtime.arrival import local_of
-from ndtp.runtime.versions import count_write
+from ndtp.runtime.memories import given_memory
 from ndtp.runtime.waiting_calls import note_data_read
 from ndtp.split.copies import as_view, share_memory, standing_for
 from ndtp.split.gathered_operands import GatheredOperands
@@ -135,21 +135,23 @@ def _numbers(func: Any, x: SplitTensor) -> Any:
 
 
 @rule(Tensor.data.__set__)  # type: ignore[attr-defined]
-def _other_memory(func: Any, x: SplitTensor, value: Tensor) -> None:
+def _other_memory(func: Any, x: SplitTensor, value: Any) -> None:
     """Give a split tensor, and the parameter that it stands for, other memory: who has got that of before keeps it."""
+    if not isinstance(value, Tensor):
+        return func(x, value)  # type: ignore[no-any-return]  # torch refuses it
     own, is_alike = x.stands_for, isinstance(value, SplitTensor) and value.spec == x.spec
     has_its_kind = (value.shape, value.dtype, value.device) == (x.shape, x.dtype, x.device)
     if not has_its_kind or (own is not None and not share_memory(local_of(own), x)):
-        return on_whole(func, (x, value), {})
-    shard = leave(value if is_alike else cut(whole(value).detach(), x.spec)).detach()
-    with torch._C.DisableTorchFunctionSubclass():
-        if own is not None:
-            note_data_read(own)
-            local = local_of(own)
-            other = torch.zeros_like(local)
-            at = x.storage_offset() - local.storage_offset()
-            shard = other.as_strided(x.shape, x.stride(), at + other.storage_offset()).copy_(shard)
-            local.data = other
-            count_write(local)
-        x.data = shard
+        return on_whole(func, (x, value), {})  # type: ignore[no-any-return]
+    shard = (leave(value) if is_alike else cut(whole(value).detach(), x.spec)).detach()
     x.link = None
+    with torch._C.DisableTorchFunctionSubclass():
+        if own is None:
+            x.data = shard
+            return None
+        note_data_read(own)
+        local = local_of(own)
+        other = torch.zeros_like(local)
+        other.as_strided(x.shape, x.stride(), x.storage_offset() - local.storage_offset()).copy_(shard)
+        given_memory(own, other)
+    return None

@@ -292,5 +292,5 @@ def saved_otherwise(folder):
 def test_ranks_that_save_different_things_spoil_no_checkpoint(ranks, tmp_path):
     (said, _), other = ranks(2).run(saved_otherwise, tmp_path / "run")
     assert said == other[0] and len(said) == 3
-    assert "rank 0: optimizer Adam with 12 tensors of state" in said[0] and "rank 1: no optimizer" in said[0]
-    assert "rank 1: optimizer Adam with 0 tensors of state" in said[1] and "chunks=True" in said[2]
+    assert "optimizer Adam with 12 tensors of state" in said[0] and "rank 1: chunks=False, no optimizer" in said[0]
+    assert "rank 1: chunks=False, optimizer Adam with 0 tensors" in said[1] and "rank 1: chunks=True" in said[2]

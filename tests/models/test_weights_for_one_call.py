@@ -164,3 +164,92 @@ def check_swaps(sizes):
 @pytest.mark.parametrize("sizes", [{"x": 2}, {"z": 2}], ids=str)
 def test_other_memory_leaves_the_numbers_of_before_to_who_has_them(ranks, sizes):
     ranks(2).run(check_swaps, sizes)
+
+
+class Given(nn.Module):
+    """A layer whose weight is given other memory in a forward: of a tensor that lies alike, or otherwise."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.first, self.second, self.how = nn.Linear(6, 6), nn.Linear(6, 6), how
+
+    def forward(self, x):
+        weight = self.first.weight
+        before = weight.data
+        if self.how == "alike":
+            self.first.weight.data = before * 2
+        elif self.how == "transposed":
+            self.first.weight.data = before.t()
+        elif self.how == "plain":
+            self.first.weight.data = torch.eye(6, dtype=x.dtype)
+        elif self.how == "another":
+            self.first.weight.data = self.second.weight.data
+        y = F.linear(self.second(x), weight)  # it was read before, and is the parameter
+        self.first.weight.data = before
+        return y + F.linear(x, weight)
+
+
+def check_given(sizes):
+    x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6)
+    for how in ("alike", "transposed", "plain", "another"):
+        torch.manual_seed(0)
+        dense = Given(how).double()
+        model = ndtp.parallelize(copy.deepcopy(dense), mesh_of(Grid(sizes)), example=x)
+        with torch.no_grad():
+            for _ in range(2):
+                found, expected = model(x), dense(x)
+                torch.testing.assert_close(whole_of(found), expected, msg=lambda text, how=how: f"{how}: {text}")
+        torch.testing.assert_close(whole_of(model.first.weight), dense.first.weight)
+
+
+@pytest.mark.parametrize("sizes", [{"x": 2}, {"z": 2}, {"y": 2}], ids=str)
+def test_other_memory_in_a_forward_is_that_of_the_parameter(ranks, sizes):
+    ranks(2).run(check_given, sizes)
+
+
+def check_teacher():
+    """The weights that a forward had come back before its backward: with their own memory, not with other."""
+    torch.manual_seed(0)
+    dense, x = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 6)).double(), torch.ones(4, 8).double()
+    model = ndtp.parallelize(copy.deepcopy(dense), mesh_of(Grid(x=2)), example=x)
+    for each in (dense, model):
+        average, y = [p.detach() * 0.5 for p in each.parameters()], each(x)
+        before = [p.data for p in each.parameters()]
+        for p, value in zip(each.parameters(), average, strict=True):
+            p.data = value
+        with torch.no_grad():
+            other = each(x)
+        for p, value in zip(each.parameters(), before, strict=True):
+            p.data = value
+        (y - other).square().mean().backward()
+    for p, q in zip(model.parameters(), dense.parameters(), strict=True):
+        torch.testing.assert_close(whole_of(p.grad), q.grad)
+    y = model(x)
+    model[2].weight.data = model[2].weight.data * 2
+    with pytest.raises(RuntimeError, match="has other memory since"):
+        y.sum().backward()
+
+
+def test_weights_that_come_back_before_backward(ranks):
+    ranks(2).run(check_teacher)
+
+
+def check_shared():
+    """A parameter has its part of a dense tensor, and not its memory: a later write to that is refused by name."""
+    x = torch.ones(2, 4)
+    model = ndtp.parallelize(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)), mesh_of(Grid(x=2)), example=x)
+    flat = torch.zeros(32)
+    model[0].weight.data = flat[:].view(8, 4)
+    model(x)
+    flat.add_(1)
+    with pytest.raises(ndtp.LayoutError, match=r"'0.weight' \(8, 4\) was given a tensor that was written to since"):
+        model(x)
+    model[0].weight.data = flat.view(8, 4)
+    model(x)
+    model[0].weight.data = model[0].weight.data * 2
+    flat.add_(1)
+    model(x)
+
+
+def test_a_write_behind_what_a_parameter_was_given_is_refused(ranks):
+    ranks(2).run(check_shared)

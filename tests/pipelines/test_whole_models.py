@@ -181,6 +181,9 @@ def check_one_folder(folder):
     load(stages, optimizer, f"{folder}/run")
     same_run(stages, optimizer, dense, theirs)
     save(stages, optimizer, f"{folder}/run")
+    weights = [p for stage in stages for p in stage.model.parameters()]
+    kind = torch.optim.Adam if torch.distributed.get_rank() > 1 else torch.optim.SGD
+    save(stages, kind(weights), f"{folder}/of each stage its own")
     split = ndtp.parallelize(mixtral(4, tied=True), ndtp.ProcessGrid(Grid(z=2, y=2)))
     load(split, optimizer := momentum(split.parameters()), f"{folder}/run")
     for (key, p), q in zip(split.named_parameters(), dense.parameters(), strict=True):

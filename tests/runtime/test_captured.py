@@ -257,6 +257,33 @@ def test_a_whole_step_of_a_stock_llama_is_captured():
         dist.destroy_process_group()
 
 
+def test_other_memory_of_a_parameter_is_refused():
+    """A graph computes with the memory that it was captured with, which stays as long as the graph."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with RecordedCuda():
+            block = ndtp.nn.MLP(8, 16, mesh=ProcessGrid(Grid(x=2), device_type="cpu"), scheme="1d", seed=0)
+            optimizer = torch.optim.AdamW(block.parameters(), lr=torch.tensor(1e-2), capturable=True)
+
+            def step(x):
+                block(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+            x = torch.ones(4, 8)
+            captured = ndtp.capture(step, (x,))
+            for _ in range(5):
+                captured(x)
+            before = block.up.weight.data
+            block.up.weight.data = before * 2
+            with pytest.raises(CaptureError, match=r"a parameter \(16, 8\) was given other memory"):
+                captured(x)
+            block.up.weight.data = before
+            captured(x)
+    finally:
+        dist.destroy_process_group()
+
+
 def eager_and_captured(path):
     """On real ranks, whose numbers are right: gloo moves them, and plays a backend with streams."""
     from ndtp.testing.cuda.works import register_backend

@@ -14,6 +14,7 @@ import ndtp
 from ndtp import CommunicationError, Grid, ProcessGrid
 from ndtp.algebra.steps import Step
 from ndtp.collectives import buffer_ring
+from ndtp.collectives.flight import LEFT
 from ndtp.collectives.summing import SummingCollectives
 from ndtp.collectives.symmetric.collectives import SymmetricCollectives
 from ndtp.collectives.symmetric.device import DeviceExchange
@@ -122,6 +123,8 @@ def test_streams_touch_nothing_too_early_and_all_is_waited_for(run, options):
             run(model)
         assert not model.mesh.collectives.in_flight and not model.mesh.ring.lent_bytes
         assert len(set(map(str, cuda.all_lanes()))) > 2
+        flight = model.mesh.collectives.flight  # of which hosts tell each other, since none waits
+        assert flight is None or flight.left_to_device() == flight.last()[-LEFT:] != []
 
 
 FOUND = {"unwaited": "nobody waited for", "given back early": "race: ", "not held": "early free: "}
