@@ -21,6 +21,7 @@ PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 _LEAVES = (Tensor, *PLAIN)
 _SAMPLE = 4096  # numbers of a tensor of real ones that are looked at
 _BLOCK = 1 << 20  # words of a tensor that are hashed at once
+NOT_KNOWN = "not known"  # of a fact in which a rank may have what the others have
 FINE, COARSE = 1e-3, 1e-2  # how near real numbers of ranks are that differ by rounding; of 16 bits, or of more
 # Of a multiplicative hash modulo 2^64, see Knuth, "The Art of Computer Programming", 6.4.
 _MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -126,9 +127,8 @@ def projection_of(x: Tensor, place: int = 0) -> Tensor | Fingerprint:
 @torch.no_grad()
 def _sampled(x: Tensor, place: int) -> Tensor | Fingerprint:
     x = x.detach()
-    flat = (
-        (x.coalesce().values() if x.is_sparse else x).resolve_conj().resolve_neg().reshape(-1)
-    )  # a gradient of an embedding may be sparse
+    flat = x.coalesce().values() if x.is_sparse else x  # a gradient of an embedding may be sparse
+    flat = flat.resolve_conj().resolve_neg().reshape(-1)
     if flat.numel() > _SAMPLE:
         apart = -(-flat.numel() // _SAMPLE)
         while math.gcd(apart, flat.numel()) > 1:  # or they would be those of one column, or of some
@@ -232,11 +232,8 @@ def thread_facts(found: Sequence[Any], device_type: str) -> list[Fact]:
 
 
 def random_states(device_type: str, of: Iterable[str]) -> dict[str, bytes]:
-    """Return the states of generators, by name, which every draw from them changes; those of NumPy and Python only
-    where no other thread of the program is there, which may draw from them as well.
-    """
-    is_alone = not any(_may_draw(thread) for thread in threading.enumerate())
-    return {name: _GENERATORS[name](device_type) for name in of if name == "torch" or is_alone}
+    """Return the states of generators, by name, which every draw from them changes."""
+    return {name: _GENERATORS[name](device_type) for name in of}
 
 
 def _may_draw(thread: threading.Thread) -> bool:
@@ -246,12 +243,14 @@ def _may_draw(thread: threading.Thread) -> bool:
 
 
 def drawn_since(before: Mapping[str, bytes], device_type: str, may_differ: tuple[str, ...]) -> dict[str, Fact]:
-    """Return, for each generator from which numbers were drawn since, by name, the state that it had before."""
-    return {
-        name: Fact(f"random numbers of {name} before the last call", short(before[name]), may_differ)
-        for name, now in random_states(device_type, before).items()
-        if now != before[name]
-    }
+    """Return, for each generator from which numbers were drawn since, by name, the state that it had before.
+
+    Those of NumPy and Python are all threads': where the program has others, it is not known who has drawn.
+    """
+    names = [name for name, now in random_states(device_type, before).items() if now != before[name]]
+    is_alone = not any(map(_may_draw, threading.enumerate())) if names else True
+    states = {name: short(before[name]) if is_alone or name == "torch" else NOT_KNOWN for name in names}
+    return {name: Fact(f"random numbers of {name} before the last call", x, may_differ) for name, x in states.items()}
 
 
 def _state_of_torch(device_type: str) -> bytes:

@@ -121,5 +121,5 @@ def refuse_later_writes() -> None:
             raise LayoutError(
                 f"ndtp: .data of {_named(p)} was given a tensor that was written to since; in a dense model "
                 "the two share memory, here each rank has taken its part\n  fix: write to the parameter, or give it "
-                "the tensor once more"
+                "x.clone()"
             )

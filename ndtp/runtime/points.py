@@ -28,7 +28,7 @@ from ndtp.collectives.labels import Label
 from ndtp.collectives.turns import TURN
 from ndtp.collectives.watch import failure
 from ndtp.errors import MismatchError
-from ndtp.runtime.facts import COARSE, Fact, Fingerprint
+from ndtp.runtime.facts import COARSE, NOT_KNOWN, Fact, Fingerprint
 
 _CELL, _HASH = struct.Struct(f"<16s16s4d{ROW - 64}x"), 16  # two hashes, the sums of `numbers`, the factor
 _CALLER = "ndtp_caller"  # the key of the thread in what torch keeps of it
@@ -66,7 +66,6 @@ FIXES = (  # by the beginning of a topic
     ("order of a set", "PYTHONHASHSEED=0 in the environment of every rank"),
     ("what", "the same calls in the same order on every rank"),
 )  # fmt: skip
-
 
 ELSEWHERE = (
     "the same calls in the same order on every rank.  What reads, prints or adds up a split tensor (logits, hidden "
@@ -151,7 +150,9 @@ def compare(mesh: Compared, conversation: Conversation, point: Point, rows_diffe
     if rows.count(own) == len(rows) or _is_alike(rows, _places(mesh, conversation, rows_differ), point.tolerance):
         return
     told = [json.loads(text) for text in _heard(mesh, conversation, point)]
-    raise MismatchError(message(told, mesh.grid, _ranks(mesh, conversation), tuple(rows_differ)))
+    of_all = told, mesh.grid, _ranks(mesh, conversation), tuple(rows_differ)
+    if not any(NOT_KNOWN in fact for each in told for fact in each["facts"]) or differences(*of_all):
+        raise MismatchError(message(*of_all))
 
 
 def compare_facts(mesh: Compared, what: str, facts: Sequence[Fact], details: Callable[[], list[Fact]]) -> None:
@@ -319,7 +320,7 @@ def differences(
     for topic in dict.fromkeys(topic for table in tables for topic in table):
         axes = next(table[topic][1] for table in tables if topic in table)
         values = [table.get(topic, ("nothing", ()))[0] for table in tables]
-        found += _among(grid, ranks, axes, topic, values)
+        found += [] if NOT_KNOWN in values else _among(grid, ranks, axes, topic, values)
     for topic in dict.fromkeys(topic for each in told for topic in each["numbers"]):
         points = [Fingerprint(*each["numbers"].get(topic, (math.inf,) * 3)) for each in told]
         values = [_nearest(i, points, told[0]["tolerance"]) for i in range(len(points))]

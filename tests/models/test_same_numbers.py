@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from products import mesh_of
 from torch import nn
 
@@ -91,6 +92,13 @@ def test_generators_of_numpy_and_python_are_compared_where_a_forward_draws_from_
 
 def test_a_thread_that_draws_beside_the_model_is_none_of_its_business(ranks):
     assert ranks(2).run(said_of, None, draws, "x", draws_beside) == [None, None]
+    assert ranks(2).run(said_of, "Python", draws, "x", draws_beside) == [None, None]
+    assert ranks(2).run(of_one_rank, "NumPy", draws, "x") == [None, None]
+
+
+def of_one_rank(source, change, axis):
+    """A thread of rank 0 alone, as loggers have one."""
+    return said_of(source, change, axis, None if dist.get_rank() else draws_beside)
 
 
 def test_buffers_are_compared_up_to_rounding(ranks):
