@@ -69,8 +69,11 @@ def stands_for(x: Any, parameter: Any) -> None:
 
 
 def given_memory(parameter: Any, other: Tensor) -> None:
-    """Give a parameter of the grid, and what stands for it, the memory of another tensor that lies as its shard."""
+    """Give a parameter of the grid, and what stands for it, the memory of another tensor that lies as its shard; a copy
+    of one whose numbers are in another order.
+    """
     own, memories = parameter._dtensor._local_tensor, memories_of(parameter)
+    other = other if other.stride() == own.stride() else torch.empty_like(own).copy_(other)
     there = own.untyped_storage()._cdata
     with torch._C.DisableTorchFunctionSubclass():
         for x in [x for each in memories.stand_ins if (x := each()) is not None]:
