@@ -65,7 +65,7 @@ class GridTensor(torch.Tensor):
     ndtp_name: str
     ndtp_is_read: bool
     ndtp_view: Any
-    ndtp_memories: Any = None  # see `ndtp.runtime.versions`
+    ndtp_memories: Any = None  # see `ndtp.runtime.memories`
     ndtp_is_handed: bool
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from ndtp.runtime.memories import Memories, memories_of
 
 _version = attrgetter("_version")
+_PLACE = -2  # from there on a version has where the tensor lies; before it counts of changes, if torch has any
 
 
 def version_of(x: Tensor) -> tuple[int, ...]:
@@ -49,7 +50,7 @@ class Versions:
         """Return what `now` would be if nobody had written to the tensors since they were made."""
         each = max(len(now) // max(len(self._tensors), 1), 1)
         if each == 1:
-            return [(0, *x[1:]) if len(x) > 1 else x for x in now]
+            return [(0, *x[1:]) if x[:_PLACE] else x for x in now]
         return [0 if i % each == 0 else x for i, x in enumerate(now)]
 
     def changed(self, before: Sequence[Any], now: Sequence[Any]) -> dict[int, int]:
@@ -72,8 +73,10 @@ def refuse_changed(x: Tensor, seen: tuple[int, ...], what: str) -> None:
         RuntimeError: as torch's own, where it was changed in place since.
     """
     if (now := version_of(x)) != seen:
-        is_counted = now[0] != seen[0]
-        how = f"is at version {now[0]}; expected version {seen[0]} instead" if is_counted else "has other memory since"
+        how = "has other memory since"
+        if now[_PLACE:] == seen[_PLACE:]:
+            is_at, expected = next((a, b) for a, b in zip(now, seen, strict=True) if a != b)
+            how = f"is at version {is_at}; expected version {expected} instead"
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
             f"{what}, {tuple(x.shape)}, {how}\n  fix: backward first, or compute with a clone"

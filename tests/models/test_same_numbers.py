@@ -9,10 +9,13 @@ import torch
 import torch.distributed as dist
 from products import mesh_of
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import ndtp
 from ndtp import Grid, MismatchError
-from ndtp.runtime.facts import Fingerprint, projection_of
+from ndtp.models.same_weights import _lines
+from ndtp.runtime.facts import Fingerprint, hash_of_content, projection_of
+from ndtp.runtime.versions import Versions, refuse_changed, version_of
 
 
 @pytest.mark.parametrize("sizes", [(4096, 16), (128, 1, 32, 32), (5000, 7)], ids=str)
@@ -24,6 +27,32 @@ def test_a_sample_of_a_tensor_has_numbers_of_all_of_its_columns(sizes):
         other = x.clone()
         other[..., column] = 2
         assert projection_of(other).square > before.square, column
+
+
+def test_weights_of_other_kinds_have_hashes():
+    """Of two tensors in one, as quantised weights are; what is nested is left out."""
+    a, b = torch.arange(6.0), torch.arange(6.0) + 1
+    assert hash_of_content(TwoTensor(a, b)) == hash_of_content(TwoTensor(a.clone(), b.clone()))
+    assert hash_of_content(TwoTensor(a, b)) != hash_of_content(TwoTensor(a, a))
+    module = nn.Module()
+    module.register_buffer("rows", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+    module.register_buffer("turned", torch.ones(2, dtype=torch.complex64).conj())
+    assert [line.partition(" ")[0] for line in _lines(module)] == ["turned"]
+
+
+def test_versions_say_what_has_changed():
+    x, n = torch.ones(3), torch.ones(3)
+    seen = version_of(x)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="is at version 1; expected version 0 instead"):
+        refuse_changed(x, seen, "B")
+    seen = version_of(x)
+    x.data = n
+    with pytest.raises(RuntimeError, match=r"B, .* has other memory since"):
+        refuse_changed(x, seen, "B")
+    with torch.inference_mode():
+        uncounted = Versions([torch.ones(3)])
+    assert uncounted.of_new(uncounted.now()) == uncounted.now()
 
 
 class Noisy(nn.Module):

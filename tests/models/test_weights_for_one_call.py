@@ -249,6 +249,8 @@ def check_shared():
     model[0].weight.data = model[0].weight.data * 2
     flat.add_(1)
     model(x)
+    with pytest.raises(ndtp.LayoutError, match=r"sizes or memory in place\n  fix: p\.data = other"):
+        model[0].weight.data.set_(model[0].weight.data)
 
 
 def test_a_write_behind_what_a_parameter_was_given_is_refused(ranks):
