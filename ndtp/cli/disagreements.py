@@ -109,6 +109,15 @@ def _average(loop: TrainingLoop) -> None:
         average(batch.ids, batch.labels)
 
 
+def _read(loop: TrainingLoop) -> None:
+    """Norms of the layers' weights, in an order of one rank's own, before a call."""
+    model, batch = loop.model(), loop.batch(0)
+    weights = [model.get_parameter("layers.0.up.weight"), model.get_parameter("layers.0.down.weight")]
+    for weight in loop.changed("order", weights):
+        weight.norm()
+    model(batch.ids, batch.labels)
+
+
 def _in_threads(loop: TrainingLoop) -> None:
     """Another thread calls a second model while this one is in a call; what it raises is raised here."""
     models, batch, raised = [loop.model(), loop.model()], loop.batch(0), []
@@ -241,6 +250,7 @@ KINDS = [
     Disagreement("label smoothing outside", "input of the loss outside.*0.1", {"smoothing": _to(0.1)},
                  program=_outside),
     Disagreement("an average of weights", "weight '.*' since .*written to", {"updates": _to(2)}, program=_average),
+    Disagreement("order of reads", "read 1 of split tensors", {"order": lambda found: found[::-1]}, program=_read),
     Disagreement("two threads", "two threads .* call 1 of Decoder", program=_in_threads),
 ]  # fmt: skip
 # What is no disagreement: ranks of another `dp` have sequences of their own; numbers that no dropout uses are free.

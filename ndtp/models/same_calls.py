@@ -24,7 +24,7 @@ from ndtp.compute.traces import refuse_batched, refuse_traces
 from ndtp.models.code_reads import wants_gradients
 from ndtp.models.noted import Noted
 from ndtp.models.pending import Pending
-from ndtp.models.same_inputs import facts_of, inputs_of, settings_in
+from ndtp.models.same_inputs import facts_of, inputs_of, settings_of
 from ndtp.models.same_optimizers import settings_by_name, watch_steps
 from ndtp.models.same_steps import Steps
 from ndtp.runtime.eagerly import eagerly
@@ -47,6 +47,7 @@ from ndtp.runtime.facts import (
 from ndtp.runtime.of_turn import of_turn
 from ndtp.runtime.points import Point, Speaking, compare
 from ndtp.runtime.process_grid import ProcessGrid
+from ndtp.runtime.reads import facts_of_reads, reads_since
 from ndtp.runtime.region import may_compare
 
 _NUMBERS = count()  # models that ranks split in the same order have the same
@@ -183,9 +184,10 @@ class SameCalls:
         alike: list[Any] = [has_leaf, found, accumulates, backwards, taken, optimizers, changed, loaded]
         is_seen, config = torch.is_grad_enabled() or (number - 1) % SELDOM == 0 or steps.is_new, {}
         order = [*set(kwargs.get("adapter_names") or ())]  # by which peft goes, and which Python draws for each process
-        of_rows.append(order)
+        reads = reads_since(self.mesh.device_mesh)
+        of_rows += (order, *reads)
         if is_seen:
-            config = self._settings(number)
+            config = settings_of(model, (number - 1) % self.every == 0)
             steps.state_of(model, self.thorough or (number - 1) % SELDOM == 0)
             alike += (self.made_by, steps.told(), config)
 
@@ -195,6 +197,7 @@ class SameCalls:
             made += [Fact("backward passes so far", backwards), Fact("optimizer steps so far", taken)]
             made += [Fact("leaf that wants a gradient", has_leaf), Fact("order of a set of names", order, self._rows)]
             made += [fact for each in optimizers for fact in settings_by_name(*each)]
+            made += facts_of_reads(reads, self._rows)
             made += steps.changed_gradients(dict(changed))
             made += [Fact(f"weight '{name}' as it was loaded", f"hash {seen:016x}") for name, seen in loaded]
             if is_seen:
@@ -209,19 +212,6 @@ class SameCalls:
             steps.compare_weights(what)
         asked = GENERATORS if self.thorough or (number - 1) % SELDOM < 2 else self.draws
         own["drawn"] = random_states(device_type, asked) if model.training else {}
-
-    def _settings(self, number: int) -> dict[str, Any]:
-        """Return the settings of a model of transformers: its attention kernel, and its config, which is compared
-        rarely.
-        """
-        config: Any = vars(self.model).get("config")
-        if config is None:
-            return {}
-        found = {"of attention": getattr(config, "_attn_implementation", None)}
-        if hasattr(config, "to_dict") and (number - 1) % self.every == 0:
-            plain = settings_in(config.to_dict())
-            found |= {f"{key} of its config": repr(value) for key, value in sorted(plain.items())}
-        return found
 
     def _look_at(self, name: str, value: Any, of_rows: list[Any], numbers: dict[str, Fingerprint]) -> None:
         """Add what is compared of an input; hashes on an accelerator are compared at a later point."""
@@ -315,6 +305,8 @@ class SameCalls:
         accumulates, creates = self.mesh.step.partial_sums.depth, torch.is_grad_enabled()
         uses = self.mesh.step.taken_uses()
         of_rows: list[Any] = [fact[:2] for fact in last] if last else []
+        reads = reads_since(self.mesh.device_mesh)
+        of_rows += reads
         operands, self._operands = self._operands, []
         for name, value in operands:
             self._look_at(name, value, of_rows, numbers)
@@ -330,7 +322,7 @@ class SameCalls:
 
         def facts() -> list[Fact]:
             made = [*last, Fact("accumulating gradients", accumulates > 0), Fact("create_graph", creates)]
-            made += facts_of(operands, self._rows)
+            made += [*facts_of(operands, self._rows), *facts_of_reads(reads, self._rows)]
             made += [Fact(f"uses of the weights of '{name}' before it", n) for name, n in Counter(uses).items()]
             return made if form is None else [*made, Fact("input gradient", form_of(grad), self._rows)]
 

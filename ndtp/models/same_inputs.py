@@ -44,8 +44,21 @@ def facts_of(inputs: Sequence[tuple[str, Any]], rows: tuple[str, ...]) -> Iterat
                 yield Fact(f"input {name}: values", f"hash {seen:016x}", rows)
 
 
-def settings_in(config: dict[str, Any]) -> dict[str, Any]:
+def settings_of(model: nn.Module, is_whole: bool) -> dict[str, Any]:
+    """Return the settings of a model of transformers: its attention kernel and, where the whole is asked for, its
+    config.
+    """
+    config: Any = vars(model).get("config")
+    if config is None:
+        return {}
+    found = {"of attention": getattr(config, "_attn_implementation", None)}
+    if is_whole and hasattr(config, "to_dict"):
+        found |= {f"{key} of its config": repr(value) for key, value in sorted(_settings_in(config.to_dict()).items())}
+    return found
+
+
+def _settings_in(config: dict[str, Any]) -> dict[str, Any]:
     """Return a config without the entries that a rank writes when it saves the model."""
     kept = {key: value for key, value in config.items() if not key.startswith("_") and key not in SAVED}
-    return {key: settings_in(value) if isinstance(value, dict) and key.endswith("config") else value
+    return {key: _settings_in(value) if isinstance(value, dict) and key.endswith("config") else value
             for key, value in kept.items()}  # fmt: skip

@@ -34,7 +34,7 @@ from ndtp.runtime.handed_out import note_use
 from ndtp.runtime.list_operations import by_groups, groups_of, operands_of_each
 from ndtp.runtime.reads import NamedRead
 from ndtp.runtime.refused_reads import is_whole_tensor, refused
-from ndtp.runtime.shard_operations import is_norm_of_many, norms_on_shards, on_shards
+from ndtp.runtime.shard_operations import is_norm_of_many, joined_norms, norms_on_shards, on_shards
 from ndtp.runtime.whole_operations import by_whole, count_writes, drawn, wrote
 
 DETACH = torch.ops.aten.detach.default
@@ -171,6 +171,8 @@ def _on_shards(kind: Any, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         return _taken(kind, dtensor_of(func(own._local_tensor), own._spec), args[0], name)
     if is_norm_of_many(name, 2) and (norms := norms_on_shards(kind, func, args, kwargs)) is not None:
         return tree_map(kind, norms)  # summed at once, where they meet
+    if name == "stack" and is_norm_of_many(name, 2) and (joined := joined_norms(kind, args[0])) is not None:
+        return joined
     if (done := on_shards(kind, func, args, kwargs)) is None:
         return NotImplemented
     written, made, likes = done

@@ -37,10 +37,8 @@ SUMMARY = "all of "  # begins topics that others take apart
 FIXES = (  # by the beginning of a topic
     ("input", "the same rows on all ranks, but for those of another {axes}: a DistributedSampler takes "
      "num_replicas= and rank= of {axes} alone, and is left out where the grid has no such axis"),
-    ("random numbers of NumPy", "np.random.seed with one seed on all of these ranks, and nothing drawn on one of them "
-     "alone"),
-    ("random numbers of Python", "random.seed with one seed on all of these ranks, and nothing drawn on one of them "
-     "alone"),
+    ("random numbers of NumPy", "np.random.seed with one seed on all of these, and nothing drawn on one alone"),
+    ("random numbers of Python", "random.seed with one seed on all of these, and nothing drawn on one alone"),
     ("random", "torch.manual_seed with one seed on all of these ranks, and nothing drawn on one of them alone"),
     ("training", "model.train() or model.eval() on every rank"),
     ("optimizer", "the same optimizer with the same settings on every rank"),
@@ -63,6 +61,8 @@ FIXES = (  # by the beginning of a topic
      "any, layer(x[mask])"),
     ("hooks", "the same hooks on every rank"),
     ("leaf that wants", "x.requires_grad_() of an input on every rank, or on none"),
+    ("read", "the same sums, norms and prints of split tensors in the same order on every rank: over "
+     "model.named_parameters(), not over a set, whose order each process draws"),
     ("order of a set", "PYTHONHASHSEED=0 in the environment of every rank"),
     ("what", "the same calls in the same order on every rank"),
 )  # fmt: skip
@@ -375,7 +375,7 @@ def _spans(ranks: Sequence[int]) -> str:
 
 def _kind(topic: str) -> str:
     """Return the kind of a topic: its text without the name."""
-    return re.sub(r"'.*?'|group \d+|[\w.\[\]]+(?=: values)", "", topic).strip()
+    return re.sub(r"'.*?'|(group|read) \d+|[\w.\[\]]+(?=: values)", "", topic).strip()
 
 
 def message(told: Sequence[Mapping[str, Any]], grid: Grid, ranks: Sequence[int], rows_differ: tuple[str, ...]) -> str:

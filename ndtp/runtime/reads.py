@@ -2,6 +2,9 @@
 
 Code that sums, prints or gathers a parameter on one rank alone waits for ranks that never come to it.  They learn of it
 at their next point (`ndtp.runtime.points`), within a second; and the rank that waits says for whom.
+
+Ranks that read in different orders, over a set of parameters, wait for nobody: their collectives bring parts of
+different parameters together.  So the order of reads is compared at the next point of a model, too.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -20,6 +24,26 @@ from ndtp.collectives.labels import Label
 from ndtp.collectives.own_presence import presence
 from ndtp.collectives.watch import failure
 from ndtp.runtime.dtensor_rules import lacks_rule
+from ndtp.runtime.facts import Fact
+
+_MOST = 1000  # reads that are kept by name
+
+
+def reads_since(mesh: Any) -> list[str]:
+    """Return what was read of tensors on a mesh since this was last asked, in order."""
+    return vars(mesh).pop("ndtp_reads", [])  # type: ignore[no-any-return]
+
+
+def facts_of_reads(reads: Sequence[str], rows: tuple[str, ...]) -> list[Fact]:
+    """Return reads, each as a fact that ranks with the same rows have alike."""
+    return [Fact(f"read {i} of split tensors since the last call or backward", x, rows) for i, x in enumerate(reads, 1)]
+
+
+def _note(mesh: Any, what: str) -> None:
+    reads = vars(mesh).setdefault("ndtp_reads", [])  # of this mesh, and of none that equals it
+    reads.append(what)
+    if len(reads) > _MOST:  # of a program that calls no model
+        reads[:] = [f"one of many, of a hash {crc32(chr(10).join(reads).encode()):08x}"]
 
 
 class NamedRead:
@@ -59,6 +83,7 @@ class NamedRead:
         lost = error if type(error) is RuntimeError or isinstance(error, dist.DistError) else None
         if lost is None or lacks_rule(lost):
             self._entry[DONE] = time.monotonic()
+            _note(self._dtensor.device_mesh, "{} of '{}'".format(*self._what))
             return
         note: Note = self._entry[0]
         label = Label(note.op, note.phase, note.kind, note.axes)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 
@@ -71,7 +71,7 @@ def is_norm_of_many(name: str, depth: int) -> bool:
     Args:
         depth: how many calls the caller is below the dispatch of the operation.
     """
-    if name != "linalg_vector_norm":
+    if name not in ("linalg_vector_norm", "stack"):
         return name == "_foreach_norm"
     caller = sys._getframe(depth + 1).f_back  # none in a thread of autograd's own
     frames = (caller, caller and caller.f_back)  # the second of a list's comprehension, before Python 3.12
@@ -108,6 +108,34 @@ def _norm_spec(mesh: Any, placements: Any, order: float, dtype: torch.dtype) -> 
     """Return how the norm of a tensor that lies so lies: ranks that have a part of the tensor have a part of it."""
     parts = tuple([_NormPartial(order) if placement.is_shard() else placement for placement in placements])
     return DTensorSpec(mesh, parts, tensor_meta=TensorMeta(torch.Size(()), (), dtype))
+
+
+def joined_norms(kind: Any, norms: Sequence[Any]) -> Any:
+    """Return the norms of several tensors as one of which ranks have parts, in a dim of its own; None of other norms.
+
+    Torch asks for the norm of all norms, and for none of them.  A number travels instead of one for each tensor, so
+    that ranks which clip the gradients of other tensors do not meet in collectives of other sizes.
+    """
+    if not all(type(x) is kind and not x.dim() for x in norms):
+        return None
+    specs = [x._dtensor._spec for x in norms]
+    mesh, odd = specs[0].mesh, {p for spec in specs for p in spec.placements if not p.is_replicate()}
+    if len(odd) != 1 or not isinstance(joint := odd.pop(), _NormPartial) or any(spec.mesh != mesh for spec in specs):
+        return None
+    alike: dict[Any, list[Tensor]] = {}
+    for x, spec in zip(norms, specs, strict=True):
+        alike.setdefault(spec.placements, []).append(x._dtensor._local_tensor)
+    placements = tuple([joint if any(of[i] == joint for of in alike) else Replicate() for i in range(mesh.ndim)])
+    order, parts = joint.norm_type, []
+    for of, local in alike.items():
+        # As many ranks have each of these whole, and all of theirs are added up.
+        times = math.prod(mesh.size(i) for i, p in enumerate(placements) if p != of[i])
+        parts.append(torch.linalg.vector_norm(torch.stack(local), order) * times ** (-1 / order))
+    made = torch.linalg.vector_norm(torch.stack(parts), order, keepdim=True)
+    spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(made.shape, made.stride(), made.dtype))
+    result = kind(DTensor(made, spec, requires_grad=False))
+    result.ndtp_name = f"gradients of {len(norms)} parameters"
+    return result
 
 
 def _lists(kind: Any, func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any], list[Any]] | None:

@@ -20,7 +20,7 @@ from ndtp.measure.volume import VolumeCase
 from ndtp.planner.block_cost import Block
 from ndtp.planner.hardware import Hardware
 from ndtp.planner.request import Request
-from ndtp.planner.search import search
+from ndtp.planner.search import TIE, search
 
 BENCH = Path(__file__).parents[2] / "bench"
 
@@ -161,7 +161,9 @@ def test_planner_accuracy_compares_every_grid_and_keeps_other_rates(ranks, progr
     for block in runs["none"]["blocks"].values():
         rows = block["rows"]
         assert {row["grid"] for row in rows} == {"dp=2", "z=2", "x=2", "y=2"}
-        assert [row["predicted_ms"] for row in rows] == sorted(row["predicted_ms"] for row in rows)
+        times = [row["predicted_ms"] for row in rows]  # those that are tied with the fastest come in another order
+        slower = [time for time in times if time > min(times) * (1 + TIE)]
+        assert times[len(times) - len(slower) :] == sorted(slower)
         assert all(row["ratio"] == row["predicted_ms"] / row["measured_ms"] for row in rows)
         best = min(rows, key=lambda row: row["measured_ms"])
         assert block["first_choice"] == rows[0]["grid"] and block["best_measured"] == best["grid"]

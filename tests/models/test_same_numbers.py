@@ -135,3 +135,37 @@ def test_buffers_are_compared_up_to_rounding(ranks):
         assert "buffer 'temperature': rank 1 has norm 0.5" in said and "the same buffers on every rank" in said
     assert ranks(2).run(said_of, None, cools, "dp") == [None, None]
     assert ranks(2).run(said_of, None, counts_seconds, "z") == [None, None]
+
+
+def logs_norms(model):
+    """Norms of the weights in the order in which a set has them, which is another one on each rank."""
+    for p in model.parameters() if dist.get_rank() else reversed([*model.parameters()]):
+        p.norm()
+
+
+def clips_fewer(model):
+    weights = [p for p in model.parameters() if dist.get_rank() or p.dim() == 2]
+    torch.nn.utils.clip_grad_norm_(weights, 1e-3)
+
+
+def read_by(act, axis):
+    """Whether ranks of the axis read their weights alike, behind a step."""
+    mesh, x = mesh_of(Grid({axis: 2})), torch.ones(4, 8)
+    torch.manual_seed(0)
+    model = ndtp.parallelize(Noisy(None), mesh, example=x)
+    try:
+        for _ in range(3):
+            model.zero_grad()
+            model(x).square().mean().backward()
+            act(model)
+    except MismatchError as error:
+        return str(error)
+
+
+def test_reads_of_split_weights_in_another_order_are_named_at_the_next_point(ranks):
+    for said in ranks(2).run(read_by, logs_norms, "x"):
+        assert "read 1 of split" in said and "norm of 'first.weight'" in said and "norm of 'last.weight'" in said
+        assert "over model.named_parameters(), not over a set" in said and "more like it" in said
+    assert ranks(2).run(read_by, logs_norms, "dp") == [None, None]
+    for said in ranks(2).run(read_by, clips_fewer, "x"):
+        assert "of 'gradients of 2 parameters'" in said and "of 'gradients of 4 parameters'" in said

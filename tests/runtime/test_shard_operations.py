@@ -106,8 +106,10 @@ def check_optimizers():
             for ps in (mine, dense):
                 for p in ps:
                     p.grad = p.grad.exp()  # of zeros that are none
-            norms = [torch.nn.utils.clip_grad_norm_(ps, 1e9, foreach=foreach) for ps in (mine, dense)]
-            torch.testing.assert_close(norms[0].full_tensor() if isinstance(norms[0], DTensor) else norms[0], norms[1])
+            for order in (2, 1, 3.5, math.inf):
+                norms = [torch.nn.utils.clip_grad_norm_(ps, 1e9, order, foreach=foreach) for ps in (mine, dense)]
+                norms = [x.full_tensor() if isinstance(x, DTensor) else x for x in norms]
+                torch.testing.assert_close(*norms)
         for p, like in zip(mine, dense, strict=True):
             torch.testing.assert_close(full_of(p), like.detach(), **exact, msg=name)
             for order in (
