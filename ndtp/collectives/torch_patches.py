@@ -9,8 +9,9 @@ is what torch sets for a thread or a block of code, such as the mode of gradient
 from __future__ import annotations
 
 import pkgutil
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,6 +161,8 @@ def in_place(target: str) -> Any:
 def replaced(target: str, make: Callable[[Any], Any]) -> None:
     """Put another function in the place of one of torch's, once a process, whichever thread comes first.
 
+    Libraries that have imported torch's function by its name call the other one from then on, too.
+
     Args:
         target: the path, as listed.
         make: takes torch's function, and returns what is to be called in its place.
@@ -168,5 +171,15 @@ def replaced(target: str, make: Callable[[Any], Any]) -> None:
         if target not in _REPLACED:
             given = in_place(target)
             owner, _, name = target.rpartition(".")
-            setattr(pkgutil.resolve_name(owner), name, make(given))
+            made = make(given)
+            for holder in (pkgutil.resolve_name(owner), *_importers(name, given)):
+                setattr(holder, name, made)
             _REPLACED.add(target)
+
+
+def _importers(name: str, given: Any) -> Iterator[Any]:
+    """Yield the modules outside of torch that have something of torch's under its own name."""
+    for module in [*sys.modules.values()]:
+        own = getattr(module, "__dict__", {})
+        if own.get(name) is given and str(own.get("__name__")).partition(".")[0] != "torch":
+            yield module

@@ -17,16 +17,25 @@ SAVED = {"architectures", "transformers_version", "dtype", "torch_dtype", "auto_
 
 
 @cache
-def _names_of(kind: Any) -> tuple[str, ...]:
+def _names_of(kind: Any) -> tuple[tuple[str, ...], dict[str, int]]:
+    """Return the names of the arguments that a forward takes by position, and the places of all that it names."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(kind.forward).parameters.values()
-    return tuple(each.name for each in parameters if each.kind in positional)[1:]
+    places = {each.name: place for place, each in enumerate(parameters) if each.kind != inspect.Parameter.VAR_KEYWORD}
+    return tuple(each.name for each in parameters if each.kind in positional)[1:], places
 
 
 def inputs_of(kind: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
-    """The leaves of the arguments of a module's forward, by name."""
-    names = _names_of(kind)
-    given = [*zip(names, args, strict=False), *kwargs.items()]
+    """The leaves of the arguments of a module's forward, by name.
+
+    Arguments that the forward names come in its own order; others, as `**kwargs`, in the order in which they are given,
+    by which code may go.
+    """
+    names, places = _names_of(kind)
+    given = [
+        *zip(names, args, strict=False),
+        *sorted(kwargs.items(), key=lambda item: places.get(item[0], len(places))),
+    ]
     given += [(f"argument {i}", args[i]) for i in range(len(names), len(args))]
     for _, value in given:
         if type(value) is not Tensor or not is_strided(value):
@@ -35,6 +44,7 @@ def inputs_of(kind: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tu
 
 
 def facts_of(inputs: Sequence[tuple[str, Any]], rows: tuple[str, ...]) -> Iterator[Fact]:
+    yield Fact("order of inputs by name", [name for name, _ in inputs], rows)
     for name, value in inputs:
         yield Fact(f"input {name}", form_of(value) if isinstance(value, Tensor) else value, rows)
         is_plain = type(value) in (Tensor, nn.Parameter) and not value.is_meta and value.layout is torch.strided

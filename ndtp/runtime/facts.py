@@ -277,10 +277,3 @@ GENERATORS = tuple(_GENERATORS)
 
 def short(state: bytes) -> str:
     return hashlib.blake2b(state, digest_size=4).hexdigest()
-
-
-def number_of(words: Sequence[float]) -> tuple[int, ...]:
-    """Real numbers as integers of their bits, for a row of integers."""
-    import struct
-
-    return struct.unpack(f"<{len(words)}q", struct.pack(f"<{len(words)}d", *words))

@@ -29,48 +29,12 @@ from ndtp.collectives.turns import TURN
 from ndtp.collectives.watch import failure
 from ndtp.errors import MismatchError
 from ndtp.runtime.facts import COARSE, NOT_KNOWN, Fact, Fingerprint
+from ndtp.runtime.fixes import ELSEWHERE, FIXES
 
 _CELL, _HASH = struct.Struct(f"<16s16s4d{ROW - 64}x"), 16  # two hashes, the sums of `numbers`, the factor
 _CALLER = "ndtp_caller"  # the key of the thread in what torch keeps of it
 SHOWN = 6  # kinds of topics of an error
 SUMMARY = "all of "  # begins topics that others take apart
-FIXES = (  # by the beginning of a topic
-    ("input", "the same rows on all ranks, but for those of another {axes}: a DistributedSampler takes "
-     "num_replicas= and rank= of {axes} alone, and is left out where the grid has no such axis"),
-    ("random numbers of NumPy", "np.random.seed with one seed on all of these, and nothing drawn on one alone"),
-    ("random numbers of Python", "random.seed with one seed on all of these, and nothing drawn on one alone"),
-    ("random", "torch.manual_seed with one seed on all of these ranks, and nothing drawn on one of them alone"),
-    ("training", "model.train() or model.eval() on every rank"),
-    ("optimizer", "the same optimizer with the same settings on every rank"),
-    ("gradient of", "optimizer.zero_grad() on every rank, or on none"),
-    ("requires_grad", "freeze the same parameters on every rank"),
-    ("weight", "change weights on every rank alike, and load the same checkpoint everywhere"),
-    ("buffer", "the same buffers on every rank: load the same checkpoint, and change them alike"),
-    ("factor", "scale and clip gradients alike on every rank"),
-    ("changed gradient", "scale, clip and remove gradients alike on every rank"),
-    ("number", "the same probabilities, epsilons and flags of modules on every rank"),
-    ("setting", "the same config of the model on every rank"),
-    ("how it was split", "parallelize with the same arguments on every rank"),
-    ("backward", "the same calls in the same order on every rank"),
-    ("accumulating", "mesh.accumulate() around the same calls on every rank"),
-    ("grad mode", "torch.no_grad() and torch.inference_mode() around the same calls on every rank"),
-    ("inference mode", "torch.no_grad() and torch.inference_mode() around the same calls on every rank"),
-    ("autocast", "torch.autocast around the same calls on every rank"),
-    ("module", "the same modules in the same order on every rank"),
-    ("uses of", "the same layers in the same order on every rank; one that has no rows for a layer calls it without "
-     "any, layer(x[mask])"),
-    ("hooks", "the same hooks on every rank"),
-    ("leaf that wants", "x.requires_grad_() of an input on every rank, or on none"),
-    ("read", "the same sums, norms and prints of split tensors in the same order on every rank: over "
-     "model.named_parameters(), not over a set, whose order each process draws"),
-    ("order of a set", "PYTHONHASHSEED=0 in the environment of every rank"),
-    ("what", "the same calls in the same order on every rank"),
-)  # fmt: skip
-
-ELSEWHERE = (
-    "the same calls in the same order on every rank.  What reads, prints or adds up a split tensor (logits, hidden "
-    "states, weights) is a collective: call it on every rank, and print what it gives on one"
-)
 
 
 class Compared(Protocol):

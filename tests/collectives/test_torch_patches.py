@@ -1,7 +1,8 @@
 """What is changed in torch once a process, and what a thread reads while another one hears."""
 
+import sys
 import threading
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 from ndtp.collectives import torch_patches
 from ndtp.collectives.answers import Answers
@@ -29,6 +30,21 @@ def test_two_threads_patch_once(monkeypatch):
     torch_patches.replaced("torch.like.call", wrap)
     second.join()
     assert len(wrapped) == 1 and torch_like.call() == 2
+
+
+def test_who_has_imported_what_is_replaced_calls_the_other_one(monkeypatch):
+    """As tensordict has vmap's; what torch itself has imported stays."""
+    torch_like = SimpleNamespace(call=lambda: 1)
+    users = {name: ModuleType(name) for name in ("a_library.functions", "torch.imports_it", "of_its_own")}
+    for name, user in users.items():
+        user.call = torch_like.call if name != "of_its_own" else len
+        monkeypatch.setitem(sys.modules, name, user)
+    monkeypatch.setitem(torch_patches.PATCHES, "torch.like.call", torch_patches.Patch("a test", "it ends"))
+    monkeypatch.setattr(torch_patches.pkgutil, "resolve_name", lambda _: torch_like)
+    monkeypatch.setattr(torch_patches, "_REPLACED", set())
+    torch_patches.replaced("torch.like.call", lambda given: lambda: given() + 1)
+    assert users["a_library.functions"].call() == torch_like.call() == 2
+    assert users["torch.imports_it"].call() == 1 and users["of_its_own"].call is len
 
 
 class HearsMore(float):

@@ -190,6 +190,37 @@ def test_what_may_differ_is_no_disagreement(ranks):
     ranks(2).run(trains_beside_another)
 
 
+class OfParts(nn.Module):
+    """Adds up parts in the order in which they are given."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleDict({"left": nn.Linear(8, 8), "right": nn.Linear(8, 8)})
+
+    def forward(self, scale=1.0, **inputs):
+        return sum(self.parts[name](x) for name, x in inputs.items()) * scale
+
+
+def called_in_orders(kind, given):
+    """What a rank says of arguments that one rank gives in another order."""
+    mesh = ProcessGrid(Grid(x=2), timeout=60)
+    torch.manual_seed(0)
+    model, x = ndtp.parallelize(kind(), mesh, scheme="1d", example=given), given
+    try:
+        model(**(dict(reversed(x.items())) if mesh.rank else x)).sum().backward()
+    except MismatchError as error:
+        return str(error)
+
+
+def test_arguments_by_name_may_come_in_any_order_where_forward_names_them(ranks):
+    ids, x = torch.zeros(2, 8, dtype=torch.long), torch.ones(2, 8)
+    assert ranks(2).run(called_in_orders, Tiny, {"ids": ids, "labels": ids}) == [None, None]
+    assert ranks(2).run(called_in_orders, OfParts, {"scale": 2.0, "left": x}) == [None, None]
+    for said in ranks(2).run(called_in_orders, OfParts, {"left": x, "right": x + 1}):
+        assert "order of inputs by name: rank 1 has ['right', 'left'], rank 0 has ['left', 'right']" in said
+        assert "the same keys in the same order on every rank" in said
+
+
 def bytes_of_a_step():
     counted = []
     for check in (True, None, False):
