@@ -23,8 +23,9 @@ class CommunicationError(RuntimeError):
 
     Attributes:
         how: "gone", "raised" or "ended" (by itself) of a rank that left; "stopped", "silent" or "absent" of one that
-            does not answer; "behind" of one that is alive and did not come; "link" where a connection broke between
-            ranks that are all alive, of which none is to blame; "unknown".
+            does not answer; "behind" of one that is alive and did not come; "apart" of one that is in another
+            collective at the same place; "link" where a connection broke between ranks that are all alive, of which
+            none is to blame; "unknown".
         ranks: of the world, that are to blame.
     """
 

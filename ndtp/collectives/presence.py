@@ -343,7 +343,9 @@ class Presence:
             return
         with contextlib.suppress(RuntimeError):
             if ranks:
-                store.tell_waiting(Waiting(text, tuple(rank for rank in ranks if rank != self.rank)))
+                waiting = self._answers.waiting_now()
+                is_known = waiting is not None and waiting.text == text
+                store.tell_waiting(waiting if is_known else Waiting(text, tuple(event.ranks)))
             store.log(event)
 
     def _log(self, event: Event) -> None:
@@ -371,7 +373,7 @@ class Presence:
     def _local_facts(self) -> Facts:
         answers, since = self._answers, self._lost_at
         facts = Facts(list(self._events), self._peers.states(), dict(self._peers.departed))
-        facts.waiting, facts.free = answers.waiting(since), answers.free(since)
+        facts.waiting, facts.free, facts.own = answers.waiting(since), answers.free(since), answers.waiting_now()
         return facts
 
     def _consult(self, ranks: Sequence[int], found: list[Verdict]) -> None:

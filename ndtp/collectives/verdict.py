@@ -17,7 +17,7 @@ CUT = "cut"  # lost a peer, since a connection broke and not since time was up
 ANSWER = "answer"  # to one that has lost a peer: what this rank waits in, if anything
 START_UP = "(start-up)"  # of the text of a wait for the making of a process group
 CLOSING_S = 1.0  # gloo closes connections when time is up: others see it about when that rank says so
-SILENT, BEHIND, UNKNOWN, ABSENT, LINK = "silent", "behind", "unknown", "absent", "link"
+SILENT, BEHIND, APART, UNKNOWN, ABSENT, LINK = "silent", "behind", "apart", "unknown", "absent", "link"
 
 
 class Event(NamedTuple):
@@ -63,6 +63,7 @@ class Facts:
         waiting: ranks that said that they are in a collective, or that one failed for them.
         absent: ranks that have not said who they are.
         free: ranks that have answered that they wait in nothing, since this one has lost its peer.
+        own: the collective of this rank that has failed, where it is in the record.
     """
 
     events: Sequence[Event] = ()
@@ -72,6 +73,7 @@ class Facts:
     waiting: Mapping[int, Waiting] = field(default_factory=dict)
     absent: Collection[int] = ()
     free: Collection[int] = ()
+    own: Waiting | None = None
 
     def prove(self, verdict: Verdict) -> bool:
         """Return whether a verdict does not rest on what ranks have not said."""
@@ -82,7 +84,7 @@ class Verdict(NamedTuple):
     """The verdict: which ranks are to blame, and why.
 
     Attributes:
-        how: "gone", "raised", "ended", "stopped", "silent", "absent", "behind", "link" or "unknown".
+        how: "gone", "raised", "ended", "stopped", "silent", "absent", "behind", "apart", "link" or "unknown".
         ranks: of the world; the first of them first.
         text: what is known beside that.
     """
@@ -109,6 +111,7 @@ _WORDS = {
     SILENT: "silent: ",
     ABSENT: "silent: ",
     BEHIND: "behind: ",
+    APART: "apart: ",
     LINK: "link: ",
     UNKNOWN: "",
 }
@@ -120,8 +123,8 @@ def judge(me: int, waited_for: Sequence[int], facts: Facts) -> Verdict:
     A rank that left after it had lost another is a consequence, and so is one that was told to end as this one is.  One
     that was told to end where this one was not comes before those that left later: their launcher may end it alone.
     Among ranks that are all there, those are behind that others wait for, directly or through others, and that wait
-    for nobody.  Where a connection broke and all are alive, it is the link that failed: those that have not noticed yet
-    are not behind.
+    for nobody; and those apart that wait in another collective at the same place.  Where a connection broke and all
+    are alive, it is the link that failed: those that have not noticed yet are not behind.
     """
     # What a rank said itself stands, whatever others say of its end.
     own_words = sorted((event for event in facts.events if event.kind != DEPARTED), key=lambda event: event.when)
@@ -164,6 +167,8 @@ def judge(me: int, waited_for: Sequence[int], facts: Facts) -> Verdict:
     waiting = {event.rank: Waiting(event.text, tuple(event.ranks)) for event in losses if event.ranks}
     if behind := _behind(me, waited_for, waiting | dict(facts.waiting), set(lost)):
         return Verdict(BEHIND, behind, "alive, but in no collective that this one waits for")
+    if apart := _apart(facts.own, facts.waiting):
+        return apart
     ended = any(rank in lost and rank != me for rank in gone)
     if losses and (ended or any(START_UP in event.text for event in losses)):
         # Nobody is missing but those that had lost their peers before: what failed lies between the ranks.
@@ -185,6 +190,21 @@ def _behind(me: int, waited_for: Sequence[int], waiting: Mapping[int, Waiting], 
         elif rank not in lost:
             found.add(rank)
     return tuple(sorted(found))
+
+
+def _apart(own: Waiting | None, waiting: Mapping[int, Waiting]) -> Verdict | None:
+    """Return who waits in a collective that is to its ranks what this rank's is, by its number, and is another one."""
+    if own is None or not own.nth:
+        return None
+    place = own.members, own.axes, own.nth
+    here = {rank: each for rank, each in waiting.items() if (each.members, each.axes, each.nth) == place}
+    other = next((each.text for each in here.values() if each.text != own.text), None)
+    if other is None:
+        return None
+    ranks = tuple(sorted(rank for rank, each in here.items() if each.text == other))
+    return Verdict(
+        APART, ranks, f"in {other}, where this rank is in {own.text}; all ranks must do the same in one order"
+    )
 
 
 def never_begun(

@@ -7,6 +7,7 @@ import pytest
 from ndtp.collectives.last_words import is_cut
 from ndtp.collectives.liveness import GONE, RUNNING, STOPPED, own_identity, state_of
 from ndtp.collectives.verdict import (
+    APART,
     BEHIND,
     CUT,
     DEPARTED,
@@ -28,6 +29,11 @@ from ndtp.collectives.verdict import (
 
 def waits(*ranks):
     return Waiting("all_gather", ranks)
+
+
+def at(text, nth):
+    """The n-th collective of all three ranks."""
+    return Waiting(text, (0, 1, 2), (0, 1, 2), ("x",), nth)
 
 
 CASES = {
@@ -85,6 +91,10 @@ CASES = {
     "one that died, for which a launcher has told another one to end": (
         Facts([Event(1, TOLD, "", 2.2)], departed={2: 2.0, 1: 2.3}), GONE, (2,),
     ),
+    "one that is in another collective at the same place": (
+        Facts(waiting={1: at("norm", 3), 2: at("sum", 3)}, own=at("sum", 3)), APART, (1,),
+    ),
+    "one that is ahead": (Facts(waiting={1: at("norm", 4), 2: at("sum", 3)}, own=at("sum", 3)), UNKNOWN, ()),
     "all wait for each other": (Facts(waiting={1: waits(0, 2), 2: waits(0, 1)}), UNKNOWN, ()),
 }  # fmt: skip
 

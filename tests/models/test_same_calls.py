@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ndtp
-from ndtp import Grid, MismatchError, ProcessGrid
+from ndtp import CommunicationError, Grid, MismatchError, ProcessGrid
 from ndtp.models.same_gradients import GradientChanges
 from ndtp.models.same_optimizers import OptimizerGroups
 from ndtp.models.same_steps import Steps
@@ -188,6 +188,28 @@ def trains_beside_another():
 def test_what_may_differ_is_no_disagreement(ranks):
     ranks(2).run(trains_in_silence)
     ranks(2).run(trains_beside_another)
+
+
+def reads_in_a_hook():
+    """Rank 0 alone looks at gradients in hooks, as loggers of gradients do: backward runs apart, and nobody waits in
+    another one's collective.
+    """
+    mesh = ProcessGrid(Grid(x=2), timeout=3)
+    torch.manual_seed(0)
+    model, ids = ndtp.parallelize(Tiny(), mesh, scheme="1d"), torch.zeros(2, 8, dtype=torch.long)
+    if mesh.rank == 0:
+        for p in model.parameters():
+            p.register_hook(lambda grad: float(grad.abs().max()))
+    try:
+        model(ids, ids).backward()
+    except CommunicationError as error:
+        return error.how, error.ranks, str(error)
+
+
+def test_ranks_that_are_apart_in_a_backward_name_each_other(ranks):
+    for rank, (how, blamed, said) in enumerate(ranks(2).run(reads_in_a_hook)):
+        assert (how, blamed) == ("apart", (1 - rank,)) and "all ranks must do the same in one order" in said
+        assert "max of a parameter (read) over axis x" in said
 
 
 class OfParts(nn.Module):
