@@ -20,6 +20,8 @@ from ndtp.runtime.arrival import is_plain
 START = "optimizer.state."
 # How an optimizer runs, not what it computes: stays as the program has it.
 WAYS_TO_RUN = ("params", "foreach", "fused", "capturable", "differentiable")
+# What schedulers of learning rates add to the settings of groups.
+OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 
 
 @dataclass
@@ -106,9 +108,11 @@ def fresh_state(
     """
     every = [Kept(names=_dense_keys(piece)) for piece in whole.pieces]
     _check_groups(optimizer, names_in(every), run["groups"], folder)
+    _check_kind(optimizer, run["groups"], folder)
     stored = _by_key(tensors, {key for keys in whole.keys for key in keys})
+    dtypes = {key: tensors[f"model.{key}"].dtype for key in stored if f"model.{key}" in tensors}
     for kept, piece in zip(every, whole.pieces, strict=True):
-        _make_room(kept, piece, optimizer, stored, run, folder)
+        _make_room(kept, piece, optimizer, stored, dtypes, run, folder)
     return every
 
 
@@ -122,9 +126,16 @@ def _make_room(
     piece: Piece,
     optimizer: Optimizer,
     stored: dict[str, dict[str, Laid]],
+    dtypes: dict[str, torch.dtype],
     run: dict[str, Any],
     folder: Path,
 ) -> None:
+    """Make memory for what a checkpoint has of an optimizer and a piece.
+
+    Args:
+        stored: dense key -> name -> what there is.
+        dtypes: of the parameters that were saved, by dense keys: a state of a parameter's dtype stays one.
+    """
     shaped: dict[str, dict[int, Tensor]] = {}
     real = {key: entry.dense for entry in piece.entries() for key in entry.keys}
     for group in optimizer.param_groups:
@@ -136,7 +147,8 @@ def _make_room(
             for name, there in stored.get(first, {}).items():
                 if any(name not in stored.get(key, {}) for key in others):
                     raise CheckpointError(f"{folder}: '{name}' of '{first}' is there, that of {others} is not")
-                dtype = there.dtype
+                is_as_parameter = name != "step" and there.dtype == dtypes.get(first)
+                dtype = parameter.dtype if is_as_parameter else there.dtype
                 if there.shape == real[first] and _is_shaped(name, there.shape, parameter, real[first]):
                     state[name] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
                     shaped.setdefault(name, {})[id(parameter)] = state[name]
@@ -229,6 +241,22 @@ def _check_groups(
             one, *_, other = theirs
             raise CheckpointError(
                 f"{folder}: '{one}' and '{other}', both of the optimizer's group {i}, were saved in different groups"
+            )
+
+
+def _check_kind(optimizer: Optimizer, groups: list[dict[str, Any]], folder: Path) -> None:
+    """Refuse groups of another kind of optimizer: each has settings that the other one does not know.
+
+    A later version of an optimizer may have more of them than the one that was saved.
+    """
+    own = {key for group in optimizer.param_groups for key in group}
+    for group in groups:
+        other, lacking = {*group} - own - {*OF_SCHEDULERS}, {*optimizer.defaults} - {*group} - {*WAYS_TO_RUN}
+        if other and lacking:
+            raise CheckpointError(
+                f"{folder}: was saved with another optimizer than {type(optimizer).__name__}: its groups have "
+                f"{', '.join(sorted(other))}, and no {', '.join(sorted(lacking))}\n"
+                "  fix: the optimizer with which it was saved; or optimizer=None, and a fresh one"
             )
 
 

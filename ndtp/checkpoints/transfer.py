@@ -112,6 +112,8 @@ def _states(model: nn.Module, optimizer: Optimizer, to: nn.Module, to_optimizer:
     whole.meet("transfer")
     run = {"groups": kept.groups, "values": kept.values}
     described = {key: Laid(part.dtype, part.shape) for key, part in kept.parts.items()}
+    for entry in (entry for piece in whole_of(model).pieces for entry in piece.entries()):
+        described |= {f"model.{key}": Laid(entry.local.dtype, entry.dense) for key in entry.keys}
     (fresh,) = fresh_state(to_optimizer, whole, described, run, Path("transfer"))
     return kept, fresh
 
@@ -130,7 +132,8 @@ def transfer_volume(model: nn.Module, optimizer: Optimizer | None, to: nn.Module
         for key, theirs in kept.parts.items():
             name = key.removeprefix(START).rpartition(".")[0]
             if theirs.entry.keys and name in ways:
-                found.append(ways[name].volume(route.me, theirs.dtype))
+                way = ways[name]
+                found.append(way.volume(route.me, None if theirs.dtype == way.source.dtype else theirs.dtype))
     return Volume.of(found)
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from ndtp.checkpoint import load, save, start_save
 from products import mesh_of
+from torch import nn
 from turns import by_turns
 
 import ndtp
@@ -219,6 +220,36 @@ def test_other_models_are_named(tmp_path):
     with pytest.raises(CheckpointError, match="JSON lacks"):
         save(model, None, tmp_path / "no", extra={"x": torch.zeros(1)})
     assert not (tmp_path / "no").exists()
+
+
+def test_a_state_of_the_dtype_of_its_parameter_stays_one(tmp_path):
+    """As torch's `load_state_dict` has it; a state of another dtype stays as it was saved."""
+    wide, narrow = nn.Linear(3, 2).double(), nn.Linear(3, 2)
+    optimizer, other = torch.optim.AdamW(wide.parameters()), torch.optim.AdamW(narrow.parameters())
+    wide(torch.ones(1, 3).double()).sum().backward()
+    optimizer.step()
+    for state in optimizer.state.values():
+        state["exp_avg_sq"] = state["exp_avg_sq"].to(torch.bfloat16)
+    save(wide, optimizer, tmp_path / "run")
+    load(narrow, other, tmp_path / "run")
+    for state in other.state.values():
+        assert (state["exp_avg"].dtype, state["exp_avg_sq"].dtype) == (torch.float32, torch.bfloat16)
+    torch.testing.assert_close(other.state[narrow.weight]["exp_avg"], optimizer.state[wide.weight]["exp_avg"].float())
+
+
+def test_an_optimizer_of_another_kind_is_named(tmp_path):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step(), schedule.step()
+    save(model, optimizer, tmp_path / "run")
+    with pytest.raises(CheckpointError, match="another optimizer than AdamW: its groups have dampening, momentum"):
+        load(model, torch.optim.AdamW(model.parameters()), tmp_path / "run")
+    other = torch.optim.SGD(model.parameters(), lr=0.2)
+    other.defaults["of a later version"] = other.param_groups[0]["of a later version"] = True
+    load(model, other, tmp_path / "run")
+    assert "momentum_buffer" in other.state[model.weight]
 
 
 def test_groups_of_stages_are_those_of_the_whole_model():

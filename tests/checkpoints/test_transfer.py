@@ -69,7 +69,10 @@ def check_all():
     assert 4 * transfer(model, None, narrow).total == lacking(model, target, mesh, to)
     for mine, theirs in zip(narrow.parameters(), target.parameters(), strict=True):
         assert torch.equal(mine._local_tensor, theirs._local_tensor.bfloat16())
-    check_refusals(model, optimizer, target, its)
+    its = adamw(narrow)
+    assert transfer(model, optimizer, narrow, its) == transfer_volume(model, optimizer, narrow)
+    assert {x.dtype for state in its.state.values() for name, x in state.items() if name != "step"} == {torch.bfloat16}
+    check_refusals(model, optimizer, target, adamw(target))
 
 
 def check_refusals(model, optimizer, target, its):
