@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 # Below those of exchanges (`ndtp.collectives.direct_exchange`), above those that users give their own messages.
 _TAG = 2**29
+_LONGEST = 2**32  # bytes of what a rank says
 _DEFAULT_TIMEOUT_S = 1800.0  # torch's for gloo
 
 
@@ -79,11 +80,18 @@ class Conversation:
             raise HeldElsewhere(found)
 
     def texts(self, text: str) -> list[str]:
-        """Return what each rank says, at any length."""
+        """Return what each rank says, at any length.
+
+        Raises:
+            RuntimeError: another rank is in another exchange: it has caught the error of an earlier one and gone on.
+        """
         said = text.encode()
         lengths = [
             int.from_bytes(row[:8], "little") for row in self.exchange(len(said).to_bytes(8, "little").ljust(ROW))
         ]
+        if max(lengths) > _LONGEST:
+            behind = self.members[lengths.index(max(lengths))]
+            raise RuntimeError(f"rank {behind} is in another exchange: it went on behind an error that it had caught")
         mine = np.frombuffer(said.ljust(max(lengths), b" "), np.uint8)
         told = self._gathered(mine)
         return [bytes(each[:length]).decode() for each, length in zip(told, lengths, strict=True)]

@@ -40,6 +40,19 @@ def test_all_ranks_hear_all(ranks):
     assert ranks(3).run(exchanges) == [1, 1, 1], "one for the board of the grid"
 
 
+def in_another_exchange():
+    """Rank 1 has gone on behind an error, and shows the row of a point where rank 0 says something."""
+    conversation = ndtp.ProcessGrid(ndtp.Grid(x=2)).groups.conversation()
+    if dist.get_rank():
+        return conversation.exchange(b"\xff" * ROW)[1][:1]
+    with pytest.raises(RuntimeError, match="rank 1 is in another exchange: it went on behind an error"):
+        conversation.texts("hello")
+
+
+def test_a_rank_that_goes_on_behind_an_error_is_named(ranks):
+    assert ranks(2).run(in_another_exchange) == [None, b"\xff"]
+
+
 def test_one_that_does_not_come_is_named():
     """Of two ranks, of which this process is one, and another one that is told to be it, too."""
     told = []
