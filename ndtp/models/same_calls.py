@@ -131,6 +131,7 @@ class SameCalls:
         watch_steps(self)
         if self.is_on and self.mesh.groups.conversation() is not None:
             self.mesh.step.loaded, self.mesh.step.uses = [], []
+            reads_since(self.mesh.device_mesh)  # those of an earlier grid
             self.steps.note_weights()
         return self
 

@@ -27,11 +27,13 @@ from ndtp.runtime.dtensor_rules import lacks_rule
 from ndtp.runtime.facts import Fact
 
 _MOST = 1000  # reads that are kept by name
+# By the hash of a mesh: torch's caches give results the mesh of an earlier grid that is equal.
+_READS: dict[int, list[str]] = {}
 
 
 def reads_since(mesh: Any) -> list[str]:
     """Return what was read of tensors on a mesh since this was last asked, in order."""
-    return vars(mesh).pop("ndtp_reads", [])  # type: ignore[no-any-return]
+    return _READS.pop(hash(mesh), [])
 
 
 def facts_of_reads(reads: Sequence[str], rows: tuple[str, ...]) -> list[Fact]:
@@ -40,7 +42,7 @@ def facts_of_reads(reads: Sequence[str], rows: tuple[str, ...]) -> list[Fact]:
 
 
 def _note(mesh: Any, what: str) -> None:
-    reads = vars(mesh).setdefault("ndtp_reads", [])  # of this mesh, and of none that equals it
+    reads = _READS.setdefault(hash(mesh), [])
     reads.append(what)
     if len(reads) > _MOST:  # of a program that calls no model
         reads[:] = [f"one of many, of a hash {crc32(chr(10).join(reads).encode()):08x}"]
