@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from functools import partial
 from typing import Annotated, Any
@@ -22,15 +24,18 @@ from ndtp.cli.plan import plan
 from ndtp.cli.show import show
 from ndtp.cli.train import train
 from ndtp.errors import GridError, LayoutError, MismatchError
+from ndtp.planner.fields import reason
 
 # Typer's own, whose base it does not export.
 UsageError: Any = typer.BadParameter.__mro__[1]
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LONGEST = 1000  # characters of a message: a number of a million digits is not repeated
 
 
 class CommandLine(CommandGroup):
-    """Wrong use ends with a line on standard error that names what was wrong, and status 2; a rank that failed with its
-    traceback, and status 1; Ctrl-C with status 130.  Anything else is a bug, and keeps its own traceback.
+    """Wrong use, and a disk that is full, end with a line on standard error that names what was wrong, and status 2; a
+    rank that failed with its traceback, and status 1; Ctrl-C with status 130.  Anything else is a bug, and keeps its
+    own traceback.
     """
 
     def main(self, args: Any = None, prog_name: Any = None, standalone_mode: bool = True, **extra: Any) -> Any:  # type: ignore[override]
@@ -42,12 +47,18 @@ class CommandLine(CommandGroup):
                 stream.reconfigure(errors="backslashreplace")
         try:
             status = run()
+            sys.stdout.flush()
         except UsageError as error:
             if type(error).__name__ == "NoArgsIsHelpError":  # the help is printed already
                 sys.exit(2)
             _fail(error.format_message(), 2)
         except (GridError, LayoutError, MismatchError) as error:
             _fail(str(error), 2)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in memory is not written again at the end
+            _fail(f"what was to be written does not fit: {reason(error)}; fix: make room, or write elsewhere", 2)
         except RuntimeError as error:
             from ndtp.testing import RankError
 

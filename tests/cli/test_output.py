@@ -1,7 +1,10 @@
-"""How commands write: progress without a terminal, and tables on narrow ones."""
+"""How commands write: progress without a terminal, tables on narrow ones, and what does not fit on the disk."""
 
 import io
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
@@ -82,3 +85,16 @@ def test_other_ranks_say_nothing(capsys, monkeypatch):
     assert capsys.readouterr() == ("", "")
     with waiting(Console(file=io.StringIO()), "measuring 4 ranks"):
         assert capsys.readouterr().err == "measuring 4 ranks ...\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize("more", [[], ["--json", "-"]], ids=["a table", "json"])
+def test_a_full_disk_is_a_line(more):
+    sizes = ["--tokens", "64", "--hidden", "32", "--ffn", "64", "--ranks", "4"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "ndtp", "plan", *sizes, *more], stdout=full, stderr=subprocess.PIPE
+        )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(b"error: what was to be written does not fit: No space left on dev")
+    assert b"Traceback" not in done.stderr and b"Exception" not in done.stderr

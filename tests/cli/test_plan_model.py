@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -135,10 +136,13 @@ def _run(text):
 
 
 @pytest.mark.parametrize("fixed, ranks", [("dp=2,z=2,y=1,pp=1", 4), ("pp=2,z=2,virtual=1", 4)])
-def test_the_program_that_it_writes_runs(ndtp, config, tmp_path, fixed, ranks):
+def test_the_program_that_it_writes_runs(ndtp, config, tmp_path, fixed, ranks, monkeypatch):
     words = ("--ranks", str(ranks), "--tokens", "256", "--hardware", "cpu", "--dtype", "fp32", "--recompute", "layer")
     file = tmp_path / "train.py"
-    code, _, said = ndtp("plan", "--model", config(TINY), *words, "--fix", fixed, "--emit", str(file))
+    path, here = Path(config(TINY)), Path.cwd()
+    monkeypatch.chdir(path.parent)
+    code, _, said = ndtp("plan", "--model", path.name, *words, "--fix", fixed, "--emit", str(file))
+    monkeypatch.chdir(here)  # the program is started in another folder
     assert code == 0, said
     losses = [each for each in ndtp_run(_run, ranks, (file.read_text(),)) if each[0] is not None]
     assert losses and all(abs(loss[0] - math.log(64)) < 0.5 for loss in losses)
