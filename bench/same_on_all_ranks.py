@@ -28,6 +28,7 @@ import ndtp
 import ndtp.testing
 from ndtp.cli.demo_training import DemoTask
 from ndtp.models.byte_model import VOCABULARY, ByteModel
+from ndtp.models.compared_calls import calls_of
 from ndtp.models.same_calls import SameCalls
 from ndtp.models.same_steps import Steps
 
@@ -73,8 +74,7 @@ def measure(sizes: dict[str, int], steps: int) -> dict[str, float]:
     with Watched() as watched:
         mesh = ndtp.ProcessGrid(ndtp.Grid(sizes))
         model = ByteModel(task.sizes).to_grid(mesh, "3d")
-        hooked = [getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values()]
-        calls = next(each for each in hooked if isinstance(each, SameCalls))
+        calls = calls_of(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
         ids = torch.randint(VOCABULARY, (task.batch, task.context + 1), generator=torch.Generator().manual_seed(0))
         taken: dict[bool, list[float]] = {True: [], False: []}

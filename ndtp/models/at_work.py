@@ -19,6 +19,7 @@ from torch import nn
 from ndtp.compute.traces import refuse_traces
 from ndtp.errors import LayoutError
 from ndtp.models.code_reads import CodeReads, wants_gradients
+from ndtp.models.compared_calls import compare_generated
 from ndtp.models.forward_code import function_below
 from ndtp.models.frame import Frame
 from ndtp.models.made_classes import made_class
@@ -108,6 +109,8 @@ def _noting(theirs: Any, name: str, mesh: GridLike, compiles: bool) -> Any:
                 rows.frame.forget_shared()
         if not running:
             settle(given)
+            if is_synced:
+                compare_generated(self, given)
         if reads.read:
             reads.watch(given, Noted)
         return given

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.volume import Volume
 from ndtp.compute.rotary import Rotary
-from ndtp.models.same_calls import compare_calls
+from ndtp.models.compared_calls import compare_calls
 from ndtp.nn.attention import Attention
 from ndtp.nn.attention_dense import DenseAttention
 from ndtp.nn.embedding import Embedding

@@ -20,6 +20,7 @@ from ndtp.models.asked_types import warn_of_asked_types
 from ndtp.models.auto_whole import plan_whole
 from ndtp.models.boundary import BoundaryLinear
 from ndtp.models.chosen_meshes import best_for_products, mesh_of_all_ranks
+from ndtp.models.compared_calls import compare_calls
 from ndtp.models.computed import set_hooked_apart
 from ndtp.models.first_call import FirstCall, can_wait, finish
 from ndtp.models.held import Held
@@ -37,7 +38,6 @@ from ndtp.models.recurrent import keep_weights_apart
 from ndtp.models.refused_code import refuse_layers_of_shards, refuse_lazy, refuse_scripts
 from ndtp.models.report import Report
 from ndtp.models.roles import is_linear
-from ndtp.models.same_calls import compare_calls
 from ndtp.models.same_weights import check_same_weights
 from ndtp.models.transformer import Split, is_transformer, split_before
 from ndtp.planner.grid_plan import GridPlan

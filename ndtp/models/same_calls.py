@@ -34,7 +34,6 @@ from ndtp.runtime.facts import (
     GENERATORS,
     Fact,
     Fingerprint,
-    digest,
     drawn_since,
     form_of,
     hash_of,
@@ -355,39 +354,3 @@ class SameCalls:
             with Speaking(conversation, what):
                 of_rows = [fact[:2] for fact in facts]
                 compare(self.mesh, conversation, Point(what, None, of_rows, numbers, facts=lambda: facts), self.rows)
-
-
-def entries_of(model: nn.Module) -> list[nn.Module]:
-    """The modules by which a model is called: itself, and models of transformers inside, such as an encoder."""
-    inner = [m for m in model.modules() if any(k.__name__ == "PreTrainedModel" for k in type(m).__mro__)]
-    return [model, *(m for m in inner if m is not model)]
-
-
-def compare_calls(
-    model: nn.Module,
-    mesh: ProcessGrid,
-    rows: Sequence[str] = (),
-    scheme: str = "",
-    check: bool | None = None,
-    every: int = 100,
-) -> None:
-    """Compare every call of a model between ranks from now on, see `SameCalls`; once for a model.
-
-    Args:
-        rows: the axes along which ranks have rows of their own.
-        scheme: by which it was split.
-        check: whether they compare at all.
-
-    Raises:
-        ValueError: `every` is no positive number.
-    """
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ValueError(f"parallelize: check_every={every!r} is not an integer of at least 1")
-    hooked = [getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values()]
-    if check is False or any(isinstance(each, SameCalls) for each in hooked):
-        return
-    report = vars(model).get("ndtp_report")
-    how = [f"{name} {what}" for name, what in getattr(report, "replaced", {}).items()]
-    made_by = f"scheme {scheme!r} on grid {mesh.grid} ({digest(how):016x})" + f", {mesh.wire}" * bool(mesh.wire)
-    nontrivial = mesh.grid.nontrivial(tuple(rows))
-    SameCalls(model, mesh, nontrivial, made_by, check, every).watch(entries_of(model))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from architectures import build
 from products import mesh_of
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
@@ -169,3 +170,21 @@ def test_reads_of_split_weights_in_another_order_are_named_at_the_next_point(ran
     assert ranks(2).run(read_by, logs_norms, "dp") == [None, None]
     for said in ranks(2).run(read_by, clips_fewer, "x"):
         assert "of 'gradients of 2 parameters'" in said and "of 'gradients of 4 parameters'" in said
+
+
+def last_token(axis, seed, check):
+    """What a rank says of tokens that it samples, of which the model sees none."""
+    mesh, ids = mesh_of(Grid({axis: 2})), torch.arange(8)[None]
+    model = ndtp.parallelize(build("LlamaForCausalLM", num_hidden_layers=1), mesh, check=check).eval()
+    torch.manual_seed(seed * mesh.rank)
+    try:
+        model.generate(ids, do_sample=True, max_new_tokens=1, min_new_tokens=1, pad_token_id=0)
+    except MismatchError as error:
+        return str(error)
+
+
+def test_the_last_token_that_ranks_sample_is_compared(ranks):
+    for said in ranks(2).run(last_token, "x", 1, None):
+        assert "at the end of generate after call 1 of Llama" in said and "with the last token: rank" in said
+    for axis, seed, check in (("x", 0, None), ("x", 1, False), ("dp", 1, None)):
+        assert ranks(2).run(last_token, axis, seed, check) == [None, None]
