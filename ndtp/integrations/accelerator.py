@@ -56,6 +56,12 @@ class RowsHere:
         return getattr(self.loader, name)
 
 
+_NO_FOLDER = (
+    "Accelerator: on a grid save_state and load_state want a folder\n"
+    "  fix: name one, or ProjectConfiguration(automatic_checkpoint_naming=True)"
+)
+
+
 class Accelerator(accelerate.Accelerator):
     """An `accelerate.Accelerator` for which all ranks of a grid are one process.
 
@@ -193,25 +199,51 @@ class Accelerator(accelerate.Accelerator):
         return gathered_state(self.unwrap_model(model), self.ndtp_mesh, self.is_main_process)
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        return self._around_state(super().save_state, save, output_dir, safe_serialization=safe_serialization, **kwargs)
+        """Write models and optimizers once, and the rest as accelerate does.
+
+        Returns:
+            The folder, which accelerate names where `ProjectConfiguration(automatic_checkpoint_naming=True)` asks so.
+        """
+        if output_dir is None and not self.project_configuration.automatic_checkpoint_naming:
+            raise ValueError(_NO_FOLDER)
+        folder = self._rest(super().save_state, output_dir, safe_serialization=safe_serialization, **kwargs)
+        self._each(save, Path(folder))
+        return folder
 
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> None:
-        """Read what `save_state` wrote on any grid, or accelerate's own with safetensors."""
-        self._around_state(super().load_state, _read, input_dir, load_kwargs=load_kwargs, **kwargs)
+        """Read what `save_state` wrote on any grid, or accelerate's own with safetensors; the last one where accelerate
+        has named them.
+        """
+        if input_dir is None:
+            input_dir = self._last_folder()
+        self._each(_read, Path(input_dir))
+        self._rest(super().load_state, input_dir, load_kwargs=load_kwargs, **kwargs)
 
-    def _around_state(self, rest: Any, models: Any, folder: Any, **kwargs: Any) -> Any:
-        """Models and optimizers by ndtp, each model with the optimizer of its place; the rest by accelerate."""
-        if folder is None:
-            raise ValueError("Accelerator: on a grid save_state and load_state want a folder\n  fix: name one")
+    def _last_folder(self) -> Path:
+        if not self.project_configuration.automatic_checkpoint_naming:
+            raise ValueError(_NO_FOLDER)
+        found = [*Path(self.project_dir, "checkpoints").glob("checkpoint_*")]
+        if not found:
+            raise ValueError(
+                f"Accelerator: there is no checkpoint in {self.project_dir}/checkpoints\n  fix: name a folder"
+            )
+        return max(found, key=lambda folder: int(folder.name.rpartition("_")[2]))
+
+    def _each(self, act: Any, folder: Path) -> None:
+        """Save or read each model with the optimizer of its place."""
         this: Any = self
-        held = this._models, this._optimizers
         optimizers = [*this._optimizers, *[None] * len(this._models)]
         for number, (model, optimizer) in enumerate(zip(this._models, optimizers, strict=False)):
             bare: torch.optim.Optimizer | None = None if optimizer is None else optimizer.optimizer
-            models(self.unwrap_model(model), bare, Path(folder) / f"ndtp_{number}")
+            act(self.unwrap_model(model), bare, folder / f"ndtp_{number}")
+
+    def _rest(self, act: Any, folder: Any, **kwargs: Any) -> Any:
+        """Have accelerate save or read what is neither a model nor an optimizer."""
+        this: Any = self
+        held = this._models, this._optimizers
         this._models, this._optimizers = [], []
         try:
-            return rest(folder, **kwargs)
+            return act(folder, **kwargs)
         finally:
             this._models, this._optimizers = held
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+import accelerate
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -120,7 +121,7 @@ def loop(accelerator, steps, folder=None, load=None):
     loader = torch.utils.data.DataLoader(rows(8), batch_size=4)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     if load:
-        accelerator.load_state(load)
+        accelerator.load_state(load if load != "named" else None)
     losses = []
     for _ in range(steps):
         for batch in loader:
@@ -131,8 +132,15 @@ def loop(accelerator, steps, folder=None, load=None):
             optimizer.zero_grad()
             losses += [loss.item(), float(norm)]
     if folder:
-        accelerator.save_state(folder)
+        accelerator.save_state(folder if folder != "named" else None)
     return losses, accelerator.get_state_dict(model)
+
+
+def named(folder, number):
+    """An accelerator that names its checkpoints, keeps one, and goes on with this number."""
+    project = {"automatic_checkpoint_naming": True, "total_limit": 1, "iteration": number}
+    config = accelerate.utils.ProjectConfiguration(folder, **project)
+    return Accelerator(ndtp_grid="x=2", cpu=True, project_config=config)
 
 
 def accelerated(folder):
@@ -144,12 +152,17 @@ def accelerated(folder):
         second, state = loop(Accelerator(ndtp_grid="dp=2", ndtp_scheme="1d", cpu=True), 1, load=f"{folder}/grid")
         AcceleratorState._reset_state(reset_partial_state=True)
         of_dense, _ = loop(Accelerator(ndtp_grid="x=2", cpu=True), 1, load=f"{folder}/dense")
+        AcceleratorState._reset_state(reset_partial_state=True)
+        first_named, _ = loop(named(f"{folder}/project", 0), 1, "named")
+        AcceleratorState._reset_state(reset_partial_state=True)
+        again, _ = loop(named(f"{folder}/project", 1), 1, "named", load="named")
+        assert first_named == first and again == pytest.approx(second, rel=2e-4)
+        assert sorted(os.listdir(f"{folder}/project/checkpoints")) == ["checkpoint_1"]
     return first + second, of_dense, state
 
 
 @pytest.mark.cpu
 def test_an_accelerator_goes_on_on_another_grid(ranks, tmp_path):
-    import accelerate
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -256,7 +269,6 @@ def own_loop_on_grid(sizes):
 
 @pytest.mark.cpu
 def test_a_loop_of_ones_own_has_the_gradients_and_metrics_of_the_batch(ranks):
-    import accelerate
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
