@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -53,6 +54,7 @@ def save(
         optimizer: any of torch's; of all parameters of this rank's stages; None: the model alone.
         folder: on a file system that all ranks see.
         extra: what else the program wants back, of numbers, texts, lists and dicts: its step, a scheduler's state.
+            Those of one rank are written; where ranks have others, a warning says which.
             That of rank 0 is kept.
         chunks: keep what `chunks="auto"` has come to, so that a run that goes on with this on the same grid measures
             nothing, and cuts its products alike.
@@ -136,9 +138,25 @@ class Saving:
             given += f" with {len(names)} tensors of state (names {digest(names):x})" * (optimizer is not None)
         fix = "the same arguments of save on every rank: an optimizer of the same weights, with as many steps"
         self.crew.agree_on(given, f"save: {folder}: ranks give", fix)
+        self._warn_of_other_extra(extra or {})
         self._run = _run(whole, every, chunks, dict(extra or {}))
         self._exchange = FolderSwap(self.folder)
         self.crew.alone(self._exchange.open, f"save: {self.folder} stays as it was")
+
+    def _warn_of_other_extra(self, extra: Mapping[str, Any]) -> None:
+        """Say which values of `extra` ranks have otherwise: one rank's are written; a collective."""
+        own = {str(key): digest(json.dumps(value, sort_keys=True)) for key, value in extra.items()}
+        by_rank = self.crew.differing(json.dumps(own, sort_keys=True))
+        if by_rank is None:
+            return
+        first, *others = (json.loads(text) for text in by_rank.values())
+        keys = sorted({key for each in others for key in {*first, *each} if first.get(key) != each.get(key)})
+        warnings.warn(
+            f"ndtp.checkpoint.save: {self.folder}: ranks have other values in extra: {', '.join(map(repr, keys))}; "
+            f"those of rank {min(by_rank)} are written, and every rank is given them by load\n"
+            "  fix: the same extra on every rank; what each has of its own, in a list of all of them",
+            stacklevel=4,
+        )
 
     def start(self) -> None:
         self._boxes = [(key, start, box.to("cpu", copy=True)) for key, start, box in self._boxes]

@@ -6,6 +6,7 @@
 import json
 import os
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -317,11 +318,17 @@ def saved_otherwise(folder):
             save(model, other if mesh.rank else optimizer, folder, chunks=chunks and mesh.rank == 1)
         except CheckpointError as error:
             said.append(str(error))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        save(model, optimizer, folder, extra={"step": 3})
+        save(model, optimizer, folder, extra={"step": 3, "rows": mesh.rank} | ({"seen": 7} if mesh.rank else {}))
+    said += [str(each.message) for each in warned if "extra" in str(each.message)]
     return said, load(model, optimizer, folder)
 
 
 def test_ranks_that_save_different_things_spoil_no_checkpoint(ranks, tmp_path):
-    (said, _), other = ranks(2).run(saved_otherwise, tmp_path / "run")
-    assert said == other[0] and len(said) == 3
+    (said, extra), other = ranks(2).run(saved_otherwise, tmp_path / "run")
+    assert (said, extra) == other and len(said) == 4 and extra == {"step": 3, "rows": 0}
+    assert "ranks have other values in extra: 'rows', 'seen'; those of rank 0 are written" in said[3]
     assert "optimizer Adam with 12 tensors of state" in said[0] and "rank 1: chunks=False, no optimizer" in said[0]
     assert "rank 1: chunks=False, optimizer Adam with 0 tensors" in said[1] and "rank 1: chunks=True" in said[2]
