@@ -54,8 +54,7 @@ def save(
         optimizer: any of torch's; of all parameters of this rank's stages; None: the model alone.
         folder: on a file system that all ranks see.
         extra: what else the program wants back, of numbers, texts, lists and dicts: its step, a scheduler's state.
-            Those of one rank are written; where ranks have others, a warning says which.
-            That of rank 0 is kept.
+            That of rank 0 is kept; where ranks have other values, a warning says which.
         chunks: keep what `chunks="auto"` has come to, so that a run that goes on with this on the same grid measures
             nothing, and cuts its products alike.
 
@@ -145,7 +144,8 @@ class Saving:
 
     def _warn_of_other_extra(self, extra: Mapping[str, Any]) -> None:
         """Say which values of `extra` ranks have otherwise: one rank's are written; a collective."""
-        own = {str(key): digest(json.dumps(value, sort_keys=True)) for key, value in extra.items()}
+        plain = json.loads(json.dumps(extra))  # whose keys are texts, and can be sorted
+        own = {key: digest(json.dumps(value, sort_keys=True)) for key, value in plain.items()}
         by_rank = self.crew.differing(json.dumps(own, sort_keys=True))
         if by_rank is None:
             return
