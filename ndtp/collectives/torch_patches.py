@@ -122,6 +122,14 @@ PATCHES: dict[str, Patch] = {
         "a compiler would take the sizes of a split activation, those of the whole, for those of its memory",
         "a class of tensors can say of itself that no graph takes it",
     ),
+    "torch.optim.optimizer._foreach_supported_types": Patch(
+        "optimizers would take the parameters of a grid one by one, where torch takes DTensors in lists",
+        "torch asks isinstance whether a tensor is a DTensor",
+    ),
+    "torch.utils._foreach_utils._foreach_supported_types": Patch(
+        "as for the list of optimizers: clip_grad_norm_",
+        "as for the list of optimizers",
+    ),
     "torch.serialization.add_safe_globals": Patch(
         "a file of torch.save with parameters of a grid would be refused by torch.load(weights_only=True)",
         "torch asks a class of tensors which functions make it again",

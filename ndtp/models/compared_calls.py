@@ -25,7 +25,7 @@ def compare_generated(model: nn.Module, given: Any) -> None:
     is_tokens = type(tokens) is Tensor and not (tokens.is_meta or tokens.is_floating_point())
     if calls is not None and calls.is_on and is_tokens:
         what = f"end of generate after call {calls.calls} of {calls.name}"
-        facts = [Fact("input ids: values, with the last token", f"hash {int(hash_of(tokens)):x}", calls.rows)]
+        facts = [Fact("sampled tokens: values", f"hash {int(hash_of(tokens)):x}", calls.rows)]
         compare_once(calls.mesh, Point(what, None, [fact[:2] for fact in facts], facts=lambda: facts), calls.rows)
 
 

@@ -50,6 +50,7 @@ from ndtp.runtime.reads import facts_of_reads, reads_since
 from ndtp.runtime.region import may_compare
 
 _NUMBERS = count()  # models that ranks split in the same order have the same
+_PLACES = 64  # of inputs of real numbers, by their names: two that are exchanged are seen
 SELDOM = 16  # calls without gradients for each that looks at all modules
 
 
@@ -77,6 +78,7 @@ class SameCalls:
     ) -> None:
         self.mesh, self.rows, self.made_by, self.every = mesh, tuple(rows), made_by, every
         self._rows = self.rows or ("",)  # an axis of no grid: facts of rows where no axis has others
+        self._all_axes = set(mesh.grid.nontrivial(tuple(mesh.grid))) - set(self.rows)
         self.check, self.thorough, self.whole_inputs = check, check is True, whole_inputs
         self.name = type(model).__name__
         self._model = ref(model)
@@ -130,7 +132,7 @@ class SameCalls:
         watch_steps(self)
         if self.is_on and self.mesh.groups.conversation() is not None:
             self.mesh.step.loaded, self.mesh.step.uses = [], []
-            reads_since(self.mesh.device_mesh)  # those of an earlier grid
+            self._reads()  # those of an earlier grid
             self.steps.note_weights()
         return self
 
@@ -184,7 +186,7 @@ class SameCalls:
         alike: list[Any] = [has_leaf, found, accumulates, backwards, taken, optimizers, changed, loaded]
         is_seen, config = torch.is_grad_enabled() or (number - 1) % SELDOM == 0 or steps.is_new, {}
         order = [*set(kwargs.get("adapter_names") or ())]  # by which peft goes, and which Python draws for each process
-        reads = reads_since(self.mesh.device_mesh)
+        reads = self._reads()
         of_rows += (order, *reads)
         if is_seen:
             config = settings_of(model, (number - 1) % self.every == 0)
@@ -213,6 +215,10 @@ class SameCalls:
         asked = GENERATORS if self.thorough or (number - 1) % SELDOM < 2 else self.draws
         own["drawn"] = random_states(device_type, asked) if model.training else {}
 
+    def _reads(self) -> list[tuple[int, str]]:
+        """Return what was read since the last point of tensors of which all ranks with the same rows have parts."""
+        return reads_since(self.mesh.device_mesh, self._all_axes)
+
     def _look_at(self, name: str, value: Any, of_rows: list[Any], numbers: dict[str, Fingerprint]) -> None:
         """Add what is compared of an input; hashes on an accelerator are compared at a later point."""
         of_rows.append(name)
@@ -228,7 +234,7 @@ class SameCalls:
                 return
             if dtype.itemsize < 4:
                 self.tolerance = COARSE
-            found = projection_of(value, len(numbers))
+            found = projection_of(value, crc32(name.encode()) % _PLACES)  # in whatever order they are given
             if isinstance(found, Fingerprint):
                 numbers[f"input {name}"] = found
             else:
@@ -305,7 +311,7 @@ class SameCalls:
         accumulates, creates = self.mesh.step.partial_sums.depth, torch.is_grad_enabled()
         uses = self.mesh.step.taken_uses()
         of_rows: list[Any] = [fact[:2] for fact in last] if last else []
-        reads = reads_since(self.mesh.device_mesh)
+        reads = self._reads()
         of_rows += reads
         operands, self._operands = self._operands, []
         for name, value in operands:

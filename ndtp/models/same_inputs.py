@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ndtp.runtime.facts import Fact, form_of, hash_of, is_strided, leaves_of
+from ndtp.runtime.facts import SUMMARY, Fact, digest, form_of, hash_of, is_strided, leaves_of
 
+_FEW = 16  # names of inputs that are shown in their order
 # What `save_pretrained` leaves in the config of the rank that saves.
 SAVED = {"architectures", "transformers_version", "dtype", "torch_dtype", "auto_map", "name_or_path"}
 
@@ -44,7 +45,6 @@ def inputs_of(kind: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tu
 
 
 def facts_of(inputs: Sequence[tuple[str, Any]], rows: tuple[str, ...]) -> Iterator[Fact]:
-    yield Fact("order of inputs by name", [name for name, _ in inputs], rows)
     for name, value in inputs:
         yield Fact(f"input {name}", form_of(value) if isinstance(value, Tensor) else value, rows)
         is_plain = type(value) in (Tensor, nn.Parameter) and not value.is_meta and value.layout is torch.strided
@@ -52,6 +52,8 @@ def facts_of(inputs: Sequence[tuple[str, Any]], rows: tuple[str, ...]) -> Iterat
             seen = hash_of(value)
             if isinstance(seen, int):
                 yield Fact(f"input {name}: values", f"hash {seen:016x}", rows)
+    names = [name for name, _ in inputs]  # told where nothing else differs
+    yield Fact(f"{SUMMARY}the inputs in order", names if len(names) <= _FEW else f"hash {digest(names):x}", rows)
 
 
 def settings_of(model: nn.Module, is_whole: bool) -> dict[str, Any]:

@@ -21,6 +21,7 @@ PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 _LEAVES = (Tensor, *PLAIN)
 _SAMPLE = 4096  # numbers of a tensor of real ones that are looked at
 _BLOCK = 1 << 20  # words of a tensor that are hashed at once
+SUMMARY = "all of "  # begins topics that are told where no others differ
 NOT_KNOWN = "not known"  # of a fact in which a rank may have what the others have
 FINE, COARSE = 1e-3, 1e-2  # how near real numbers of ranks are that differ by rounding; of 16 bits, or of more
 # Of a multiplicative hash modulo 2^64, see Knuth, "The Art of Computer Programming", 6.4.

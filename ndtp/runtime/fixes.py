@@ -5,6 +5,7 @@ from __future__ import annotations
 FIXES = (
     ("input", "the same rows on all ranks, but for those of another {axes}: a DistributedSampler takes "
      "num_replicas= and rank= of {axes} alone, and is left out where the grid has no such axis"),
+    ("sampled tokens", "torch.manual_seed with one seed on all of these ranks, and nothing drawn on one alone"),
     ("random numbers of NumPy", "np.random.seed with one seed on all of these, and nothing drawn on one alone"),
     ("random numbers of Python", "random.seed with one seed on all of these, and nothing drawn on one alone"),
     ("random", "torch.manual_seed with one seed on all of these ranks, and nothing drawn on one of them alone"),
@@ -31,7 +32,7 @@ FIXES = (
     ("leaf that wants", "x.requires_grad_() of an input on every rank, or on none"),
     ("read", "the same sums, norms and prints of split tensors in the same order on every rank: over "
      "model.named_parameters(), not over a set, whose order each process draws"),
-    ("order of inputs", "the same keys in the same order on every rank, in dicts of inputs and in arguments that "
+    ("all of the inputs", "the same keys in the same order on every rank, in dicts of inputs and in arguments that "
      "forward takes as **kwargs"),
     ("order of a set", "PYTHONHASHSEED=0 in the environment of every rank"),
     ("what", "the same calls in the same order on every rank"),

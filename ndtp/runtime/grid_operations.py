@@ -79,6 +79,8 @@ def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
     if name in DRAWS and type(args[0]) is kind:
         return drawn(func, args, kwargs)
     if _is_plain(written) or any(is_whole_tensor(x) for x in flat):
+        if name.startswith(LISTS) and len(args[0]) > 1:  # each plain tensor lies as the one at its place
+            return by_groups(func, args, kwargs, [[i] for i in range(len(args[0]))])
         return _beside_plain(kind, func, name, flat, tree, written)
     is_each = torch.Tag.pointwise in func.tags or name in WRITES or name.startswith(LISTS)
     # With `out` it would take the size of what is written.
@@ -123,8 +125,8 @@ def _on_dtensors(kind: Any, func: Any, name: str, flat: list[Any], tree: Any, wr
         wrote(kind, written)
         return None if made is None else written
     is_view = any(each.alias_info is not None for each in func._schema.returns)
-    lists = tree_unflatten(flat, tree)[0] if name.startswith(LISTS) else ()
-    likes = next((x for x in lists if isinstance(x, (list, tuple))), ())
+    places = operands_of_each(*tree_unflatten(flat, tree)) if name.startswith(LISTS) else ()
+    likes = [next((x for x in each if type(x) is kind), None) for each in places]
     real = _broadcast(mine) if is_padded and torch.Tag.pointwise in func.tags else None
     return _results(kind, func, name, made, mine[0], (flat, tree) if is_view else None, real, likes)
 
@@ -170,7 +172,7 @@ def _on_shards(kind: Any, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         own = args[0]._dtensor
         return _taken(kind, dtensor_of(func(own._local_tensor), own._spec), args[0], name)
     if is_norm_of_many(name, 2) and (norms := norms_on_shards(kind, func, args, kwargs)) is not None:
-        return tree_map(kind, norms)  # summed at once, where they meet
+        return _named_norms(kind, norms, args[0])  # summed at once, where they meet
     if name == "stack" and is_norm_of_many(name, 2) and (joined := joined_norms(kind, args[0])) is not None:
         return joined
     if (done := on_shards(kind, func, args, kwargs)) is None:
@@ -183,6 +185,14 @@ def _on_shards(kind: Any, func: Any, name: str, args: Any, kwargs: Any) -> Any:
     return None if name.startswith(LISTS) else written
 
 
+def _named_norms(kind: Any, norms: Any, of: Any) -> Any:
+    """Return norms, of one tensor or of several, with the names of these."""
+    made = [kind(x) for x in (norms if isinstance(norms, list) else [norms])]
+    for norm, x in zip(made, of if isinstance(norms, list) else [of], strict=True):
+        norm.ndtp_name = x.ndtp_name
+    return made if isinstance(norms, list) else made[0]
+
+
 def _results(kind: Any, func: Any, name: str, made: Any, of: Any, given: Any, real: Any, likes: Sequence[Any]) -> Any:
     """Return the result of an operation on DTensors, as it is given out.
 
@@ -190,7 +200,7 @@ def _results(kind: Any, func: Any, name: str, made: Any, of: Any, given: Any, re
         of: the first of its operands.
         given: all of them, of one that gives views.
         real: its sizes without padding, where they are not those of the first.
-        likes: of an operation on lists, the entries of the first, as which the results lie.
+        likes: of an operation on lists, for each place the operand as which its result lies.
     """
     if is_norm_of_many(name, 2):
         return tree_map(lambda x: kind(x) if isinstance(x, DTensor) else x, made)  # summed at once, where they meet
@@ -198,7 +208,7 @@ def _results(kind: Any, func: Any, name: str, made: Any, of: Any, given: Any, re
     leaves, form = tree_flatten(made)
     for i, x in enumerate(leaves):
         if isinstance(x, DTensor):
-            of = likes[i] if likes and type(likes[i]) is kind else of
+            of = likes[i] if likes and likes[i] is not None else of
             leaves[i] = _taken(kind, x, of, name, (of, (func, *given, i)) if is_source else None, real)
     return tree_unflatten(leaves, form)
 
@@ -284,7 +294,7 @@ def _beside_plain(kind: Any, func: Any, name: str, flat: Sequence[Any], tree: An
     elif written is None and _is_read_outside(func, flat):
         given = [full_of(x) if isinstance(x, DTensor) else x for x in flat]
     else:
-        split = next((x for x in flat if isinstance(x, DTensor) and not _is_plain_beside(x, flat)), written)
+        split = next((x for x in flat if isinstance(x, DTensor) and not _is_plain_beside(x, flat)), into[0])
         is_each = torch.Tag.pointwise in func.tags or name == "copy_" or "foreach" in name
         is_in_backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]  # of what ran on the whole
         if not is_each and (type(written) is kind or is_in_backward or is_loss(func)):

@@ -107,6 +107,8 @@ class GridTensor(torch.Tensor):
         if type(grad) is DTensor and not grad.requires_grad:
             grad = GridTensor(grad, False, self.ndtp_real)
             GRAD.__set__(self, grad)
+        if type(grad) is GridTensor and not grad.ndtp_name:
+            grad.ndtp_name = f"gradient of {self.ndtp_name}"
         return grad
 
     @grad.setter
@@ -315,6 +317,8 @@ def _rebuilt(dtensor: Any, requires_grad: bool, real: Any, name: str, own: Any) 
 
 
 in_place("torch.serialization.add_safe_globals")([_rebuilt])
+for _types in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
+    in_place(f"{_types}._foreach_supported_types").append(GridTensor)
 
 
 def parameter_of(dtensor: Any) -> Any:

@@ -10,7 +10,6 @@ import json
 import math
 import re
 import struct
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,23 +17,19 @@ from hashlib import blake2b
 from itertools import islice
 from typing import Any, Protocol
 
-import torch
-
 from ndtp.algebra.grid import Grid
 from ndtp.collectives.axis_groups import AxisGroups
 from ndtp.collectives.board import ROW, Row
 from ndtp.collectives.conversation import Conversation, HeldElsewhere
 from ndtp.collectives.labels import Label
-from ndtp.collectives.turns import TURN
 from ndtp.collectives.watch import failure
 from ndtp.errors import MismatchError
-from ndtp.runtime.facts import COARSE, NOT_KNOWN, Fact, Fingerprint
+from ndtp.runtime.caller import caller
+from ndtp.runtime.facts import COARSE, NOT_KNOWN, SUMMARY, Fact, Fingerprint
 from ndtp.runtime.fixes import ELSEWHERE, FIXES
 
 _CELL, _HASH = struct.Struct(f"<16s16s4d{ROW - 64}x"), 16  # two hashes, the sums of `numbers`, the factor
-_CALLER = "ndtp_caller"  # the key of the thread in what torch keeps of it
 SHOWN = 6  # kinds of topics of an error
-SUMMARY = "all of "  # begins topics that others take apart
 
 
 class Compared(Protocol):
@@ -169,7 +164,7 @@ class Speaking:
         self.end()
 
     def begin(self) -> None:
-        conversation, me = self.conversation, _caller()
+        conversation, me = self.conversation, caller()
         with conversation.lock:
             speaker = conversation.speaker
             if speaker is None:
@@ -194,23 +189,6 @@ class Speaking:
             speaker = self.conversation.speaker
             if speaker is not None:
                 self.conversation.speaker = (*speaker[:2], speaker[2] - 1) if speaker[2] > 1 else None
-
-
-def _caller() -> Any:
-    """Return the turns of this thread, or the thread itself; in a backward those of the thread that asked for it.
-
-    Autograd hands what torch keeps of a thread on to the threads of devices, in which it runs their nodes.
-    """
-    turn = TURN.get()
-    if turn is not None:  # whose backward runs in its own thread
-        return turn.turns
-    known = torch._C._get_obj_in_tls(_CALLER) if torch._C._is_key_in_tls(_CALLER) else None
-    if known is not None and torch._C._current_graph_task_id() != -1:  # type: ignore[attr-defined]
-        return known
-    me = threading.current_thread()
-    if me is not known:  # once a thread: a thread of a device would free the last one while Python ends
-        torch._C._stash_obj_in_tls(_CALLER, me)
-    return me
 
 
 def _heard(mesh: Compared, conversation: Conversation, point: Point) -> list[str]:

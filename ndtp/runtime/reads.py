@@ -10,42 +10,64 @@ different parameters together.  So the order of reads is compared at the next po
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch._subclasses import FakeTensor
 
-from ndtp.collectives.flight import DONE, STARTED, WAITED, FlightEntry, Note
+from ndtp.collectives.flight import DONE, NOTE, STARTED, WAITED, FlightEntry, Note
 from ndtp.collectives.labels import Label
 from ndtp.collectives.own_presence import presence
 from ndtp.collectives.watch import failure
+from ndtp.runtime.caller import caller
 from ndtp.runtime.dtensor_rules import lacks_rule
 from ndtp.runtime.facts import Fact
 
 _MOST = 1000  # reads that are kept by name
-# By the hash of a mesh: torch's caches give results the mesh of an earlier grid that is equal.
-_READS: dict[int, list[str]] = {}
 
 
-def reads_since(mesh: Any) -> list[str]:
-    """Return what was read of tensors on a mesh since this was last asked, in order."""
-    return _READS.pop(hash(mesh), [])
+class _Reads:
+    """The reads of one thread since they were last taken, of tensors that are split over the same axes of one mesh."""
+
+    def __init__(self) -> None:
+        self.last: list[str] = []
+        self.count = 0
+
+    def note(self, what: str) -> None:
+        if len(self.last) >= _MOST:  # of a program that calls no model
+            what += f", behind others of a hash {crc32(repr(self.last).encode()):08x}"
+            self.last = []
+        self.last.append(what)
+        self.count += 1
 
 
-def facts_of_reads(reads: Sequence[str], rows: tuple[str, ...]) -> list[Fact]:
+# By thread, and by axes and the hash of a mesh: torch's caches give results the mesh of an earlier grid that is equal.
+_READS: WeakKeyDictionary[Any, dict[tuple[int, tuple[str, ...]], _Reads]] = WeakKeyDictionary()
+
+
+def reads_since(mesh: Any, axes: Collection[str]) -> list[tuple[int, str]]:
+    """Return what this thread has read of tensors on a mesh since it last asked: a number, and what it was.
+
+    Args:
+        axes: those over which a tensor must be split, or ranks may read it that others leave alone.
+    """
+    own, found = _READS.get(caller(), {}), []
+    for key in [key for key in own if key[0] == hash(mesh)]:
+        reads = own.pop(key)
+        if {*axes} <= {*key[1]}:
+            found += list(enumerate(reads.last, reads.count - len(reads.last) + 1))
+    return found
+
+
+def facts_of_reads(reads: Sequence[tuple[int, str]], rows: tuple[str, ...]) -> list[Fact]:
     """Return reads, each as a fact that ranks with the same rows have alike."""
-    return [Fact(f"read {i} of split tensors since the last call or backward", x, rows) for i, x in enumerate(reads, 1)]
-
-
-def _note(mesh: Any, what: str) -> None:
-    reads = _READS.setdefault(hash(mesh), [])
-    reads.append(what)
-    if len(reads) > _MOST:  # of a program that calls no model
-        reads[:] = [f"one of many, of a hash {crc32(chr(10).join(reads).encode()):08x}"]
+    since = "of split tensors since the last call or backward"
+    return [Fact(f"read {number} {since}", what, rows) for number, what in reads]
 
 
 class NamedRead:
@@ -85,9 +107,10 @@ class NamedRead:
         lost = error if type(error) is RuntimeError or isinstance(error, dist.DistError) else None
         if lost is None or lacks_rule(lost):
             self._entry[DONE] = time.monotonic()
-            _note(self._dtensor.device_mesh, "{} of '{}'".format(*self._what))
+            key = hash(self._dtensor.device_mesh), self._entry[NOTE].axes
+            _READS.setdefault(caller(), {}).setdefault(key, _Reads()).note("{} of '{}'".format(*self._what))
             return
-        note: Note = self._entry[0]
+        note: Note = self._entry[NOTE]
         label = Label(note.op, note.phase, note.kind, note.axes)
         raise failure(label, partial(_describe, self._dtensor.device_mesh, note.ranks), lost, note.ranks) from lost
 

@@ -6,6 +6,7 @@ layout to find and nothing to move: an optimizer's step is made of such operatio
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,15 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 
 from ndtp.runtime.dtensor_rules import dtensor_of, is_odd
+from ndtp.runtime.facts import digest
 from ndtp.runtime.grid_parts import clear
 
 PLAIN = (int, float, complex, str, type(None))  # a bool is an int
 MOVED = ("copy_", "zero_", "fill_")  # element by element without torch's tag
+_TOTAL = inspect.unwrap(torch.nn.utils.clip_grad._get_total_norm).__code__
 FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 
 
@@ -32,11 +35,13 @@ def form_of(func: Any) -> str:
     name, returns = func.overloadpacket.__name__, func._schema.returns
     if name.startswith("_foreach_"):
         word = name.removeprefix("_foreach_")
-        one = getattr(torch.ops.aten, word, None)
-        forms = [] if one is None else one.overloads()
+        one = getattr(torch.ops.aten, word.removesuffix("_"), None) or getattr(torch.ops.aten, word, None)
+        # TorchScript's own of the name take numbers alone.
+        forms = [] if one is None else [getattr(one, form) for form in one.overloads()]
+        forms = [form for form in forms if any(str(x.type) == "Tensor" for x in form._schema.arguments)]
         # `max` of one operand is a number, of two it goes element by element.
-        forms = ["default"] if "default" in forms else forms
-        is_each = any(torch.Tag.pointwise in getattr(one, form).tags for form in forms)
+        forms = [form for form in forms if form._overloadname == "default"] or forms
+        is_each = any(torch.Tag.pointwise in form.tags for form in forms)
         return "lists" if is_each or word in MOVED else ""
     if name in FUSED:
         return "lists"
@@ -75,7 +80,7 @@ def is_norm_of_many(name: str, depth: int) -> bool:
         return name == "_foreach_norm"
     caller = sys._getframe(depth + 1).f_back  # none in a thread of autograd's own
     frames = (caller, caller and caller.f_back)  # the second of a list's comprehension, before Python 3.12
-    return any(frame is not None and frame.f_code.co_name == "_get_total_norm" for frame in frames)
+    return any(frame is not None and frame.f_code is _TOTAL for frame in frames)
 
 
 def norms_on_shards(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
@@ -89,8 +94,8 @@ def norms_on_shards(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
     if not is_list and func is not torch.ops.aten.linalg_vector_norm.default:
         return None
     of = args[0] if is_list else args[:1]
-    is_sum = isinstance(order, (int, float)) and 0 < order < math.inf and len(args) <= 2 and not kwargs
-    if not is_sum or any(_alike(kind, (x,)) is None for x in of):
+    is_known = isinstance(order, (int, float)) and order > 0 and len(args) <= 2 and not kwargs
+    if not is_known or any(_alike(kind, (x,)) is None for x in of):
         return None
     for x in of:
         if x.is_padded and not isinstance(x, nn.Parameter):  # what was computed, as `grad + 1`
@@ -106,7 +111,8 @@ def norms_on_shards(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _norm_spec(mesh: Any, placements: Any, order: float, dtype: torch.dtype) -> DTensorSpec:
     """Return how the norm of a tensor that lies so lies: ranks that have a part of the tensor have a part of it."""
-    parts = tuple([_NormPartial(order) if placement.is_shard() else placement for placement in placements])
+    part = _NormPartial(order) if order < math.inf else Partial("max")
+    parts = tuple([part if placement.is_shard() else placement for placement in placements])
     return DTensorSpec(mesh, parts, tensor_meta=TensorMeta(torch.Size(()), (), dtype))
 
 
@@ -116,17 +122,19 @@ def joined_norms(kind: Any, norms: Sequence[Any]) -> Any:
     Torch asks for the norm of all norms, and for none of them.  A number travels instead of one for each tensor, so
     that ranks which clip the gradients of other tensors do not meet in collectives of other sizes.
     """
-    if not all(type(x) is kind and not x.dim() for x in norms):
+    specs = [x._dtensor._spec for x in norms if type(x) is kind]
+    odd = {p for spec in specs for p in spec.placements if not p.is_replicate()}
+    if len(odd) != 1 or any(x.dim() or type(x) not in (kind, Tensor) for x in norms):
         return None
-    specs = [x._dtensor._spec for x in norms]
-    mesh, odd = specs[0].mesh, {p for spec in specs for p in spec.placements if not p.is_replicate()}
-    if len(odd) != 1 or not isinstance(joint := odd.pop(), _NormPartial) or any(spec.mesh != mesh for spec in specs):
+    mesh, joint = specs[0].mesh, odd.pop()
+    if not isinstance(joint, (_NormPartial, Partial)) or any(spec.mesh != mesh for spec in specs):
         return None
+    whole = (Replicate(),) * mesh.ndim
     alike: dict[Any, list[Tensor]] = {}
-    for x, spec in zip(norms, specs, strict=True):
-        alike.setdefault(spec.placements, []).append(x._dtensor._local_tensor)
+    for x in norms:
+        alike.setdefault(x._dtensor._spec.placements if type(x) is kind else whole, []).append(_local(kind, x))
     placements = tuple([joint if any(of[i] == joint for of in alike) else Replicate() for i in range(mesh.ndim)])
-    order, parts = joint.norm_type, []
+    order, parts = getattr(joint, "norm_type", math.inf), []
     for of, local in alike.items():
         # As many ranks have each of these whole, and all of theirs are added up.
         times = math.prod(mesh.size(i) for i, p in enumerate(placements) if p != of[i])
@@ -134,7 +142,8 @@ def joined_norms(kind: Any, norms: Sequence[Any]) -> Any:
     made = torch.linalg.vector_norm(torch.stack(parts), order, keepdim=True)
     spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(made.shape, made.stride(), made.dtype))
     result = kind(DTensor(made, spec, requires_grad=False))
-    result.ndtp_name = f"gradients of {len(norms)} parameters"
+    names = sorted(getattr(x, "ndtp_name", "") for x in norms)
+    result.ndtp_name = names[0] if len(names) == 1 else f"{len(names)} tensors (names {digest(names):x})"
     return result
 
 

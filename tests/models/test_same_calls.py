@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -234,13 +235,22 @@ def called_in_orders(kind, given):
         return str(error)
 
 
+def called_without(kind, given):
+    """What a rank says where one rank leaves out the last argument."""
+    keys = list(given)[: 1 if dist.get_rank() else 2]
+    return called_in_orders(kind, {key: given[key] for key in keys})
+
+
 def test_arguments_by_name_may_come_in_any_order_where_forward_names_them(ranks):
     ids, x = torch.zeros(2, 8, dtype=torch.long), torch.ones(2, 8)
     assert ranks(2).run(called_in_orders, Tiny, {"ids": ids, "labels": ids}) == [None, None]
     assert ranks(2).run(called_in_orders, OfParts, {"scale": 2.0, "left": x}) == [None, None]
     for said in ranks(2).run(called_in_orders, OfParts, {"left": x, "right": x + 1}):
-        assert "order of inputs by name: rank 1 has ['right', 'left'], rank 0 has ['left', 'right']" in said
+        assert "all of the inputs in order: rank 1 has ['right', 'left'], rank 0 has ['left', 'right']" in said
         assert "the same keys in the same order on every rank" in said
+    for said in ranks(2).run(called_without, OfParts, {"left": x, "right": x + 1}):
+        assert "input right: rank 1 has nothing" in said and "the same rows on all ranks" in said
+        assert "in order" not in said
 
 
 def bytes_of_a_step():

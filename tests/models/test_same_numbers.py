@@ -1,5 +1,6 @@
 """Numbers that one rank has otherwise and that no loss of the call shows: each is named by all ranks."""
 
+import math
 import random
 import threading
 
@@ -16,6 +17,7 @@ import ndtp
 from ndtp import Grid, MismatchError
 from ndtp.models.same_weights import _lines
 from ndtp.runtime.facts import Fingerprint, hash_of_content, projection_of
+from ndtp.runtime.reads import reads_since
 from ndtp.runtime.versions import Versions, refuse_changed, version_of
 
 
@@ -62,6 +64,7 @@ class Noisy(nn.Module):
     def __init__(self, source):
         super().__init__()
         self.first, self.last, self.source = nn.Linear(8, 16), nn.Linear(16, 4), source
+        self.gain = nn.Parameter(torch.ones(()))
         self.register_buffer("temperature", torch.ones(()))
         self.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
         self.register_buffer("turned", torch.ones(2, dtype=torch.complex64).conj())
@@ -69,7 +72,7 @@ class Noisy(nn.Module):
 
     def forward(self, x):
         noise = {"NumPy": np.random.rand, "Python": random.random, None: float}[self.source]()
-        return self.last(torch.relu(self.first(x) + noise)) / self.temperature
+        return self.last(torch.relu(self.first(x) + noise)) * self.gain / self.temperature
 
 
 def said_of(source, change, axis, beside=None):
@@ -138,15 +141,37 @@ def test_buffers_are_compared_up_to_rounding(ranks):
     assert ranks(2).run(said_of, None, counts_seconds, "z") == [None, None]
 
 
+def in_own_order(model):
+    """The weights in the order in which a set has them, which is another one on each rank."""
+    return list(model.parameters()) if dist.get_rank() else [*model.parameters()][::-1]
+
+
 def logs_norms(model):
-    """Norms of the weights in the order in which a set has them, which is another one on each rank."""
-    for p in model.parameters() if dist.get_rank() else reversed([*model.parameters()]):
+    for p in in_own_order(model):
         p.norm()
 
 
-def clips_fewer(model):
+def logs_norms_of_gradients(model):
+    for p in in_own_order(model):
+        p.grad.norm()
+
+
+def clips_fewer(model, order=2.0):
     weights = [p for p in model.parameters() if dist.get_rank() or p.dim() == 2]
-    torch.nn.utils.clip_grad_norm_(weights, 1e-3)
+    torch.nn.utils.clip_grad_norm_(weights, 1e-3, order)
+
+
+def clips_fewer_by_the_largest(model):
+    clips_fewer(model, math.inf)
+
+
+def clips_each(model):
+    for p in in_own_order(model):
+        torch.nn.utils.clip_grad_norm_(p, 1e-3)
+
+
+def clips_a_set(model):
+    torch.nn.utils.clip_grad_norm_(in_own_order(model), 1e-3)
 
 
 def read_by(act, axis):
@@ -167,9 +192,34 @@ def test_reads_of_split_weights_in_another_order_are_named_at_the_next_point(ran
     for said in [*ranks(2).run(read_by, logs_norms, "x"), *ranks(2).run(read_by, logs_norms, "x")]:  # of equal grids
         assert "read 1 of split" in said and "norm of 'first.weight'" in said and "norm of 'last.weight'" in said
         assert "over model.named_parameters(), not over a set" in said and "more like it" in said
+    for act, name in ((logs_norms_of_gradients, "gradient of first.weight"), (clips_each, "gradient of first.weight")):
+        for said in ranks(2).run(read_by, act, "x"):
+            assert f"norm of '{name}'" in said
+    for act in (clips_fewer, clips_fewer_by_the_largest):
+        for said in ranks(2).run(read_by, act, "x"):
+            assert "norm of '2 tensors (names " in said and "norm of '5 tensors (names " in said
     assert ranks(2).run(read_by, logs_norms, "dp") == [None, None]
-    for said in ranks(2).run(read_by, clips_fewer, "x"):
-        assert "of 'gradients of 2 parameters'" in said and "of 'gradients of 4 parameters'" in said
+    assert ranks(2).run(read_by, clips_a_set, "x") == [None, None]
+
+
+def reads_of_copies():
+    """Of what is split over x alone, and so read by the ranks of one copy, and of what another thread has read."""
+    mesh, x = mesh_of(Grid(x=2, y=2)), torch.ones(4, 8)
+    torch.manual_seed(0)
+    model = ndtp.parallelize(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), mesh, example=x, scheme="2d")
+    for _ in range(2):
+        model(x).square().mean().backward()
+        for p in model.parameters():
+            own = [axis for axis, each in zip(mesh.mesh_axes, p.placements, strict=True) if not each.is_replicate()]
+            if len(own) == 1 and mesh.coordinate[{"x": "y", "y": "x"}[own[0]]] == 0:
+                p.norm()
+        reading = threading.Thread(target=lambda: (model[0].weight.norm(), model[2].weight.norm()))
+        reading.start(), reading.join()
+    return len(reads_since(mesh.device_mesh, ()))
+
+
+def test_reads_of_one_copy_or_of_another_thread_are_no_disagreement(ranks):
+    assert sorted(ranks(4).run(reads_of_copies)) == [0, 1, 1, 2]
 
 
 def last_token(axis, seed, check):
@@ -185,6 +235,7 @@ def last_token(axis, seed, check):
 
 def test_the_last_token_that_ranks_sample_is_compared(ranks):
     for said in ranks(2).run(last_token, "x", 1, None):
-        assert "at the end of generate after call 1 of Llama" in said and "with the last token: rank" in said
+        assert "at the end of generate after call 1 of Llama" in said and "sampled tokens: values: rank" in said
+        assert "fix: torch.manual_seed with one seed" in said
     for axis, seed, check in (("x", 0, None), ("x", 1, False), ("dp", 1, None)):
         assert ranks(2).run(last_token, axis, seed, check) == [None, None]

@@ -328,7 +328,7 @@ class RecordedCuda(TorchDispatchMode):
         yield Tensor, "record_stream", self._record_stream
         for name, module in list(sys.modules.items()):
             if name.startswith("torch.optim") and hasattr(module, "_get_capturable_supported_devices"):
-                yield module, "_get_capturable_supported_devices", lambda *_: ["cpu", "cuda"]
+                yield module, "_get_capturable_supported_devices", lambda *_, **__: ["cpu", "cuda"]
 
     @property
     def _record_stream(self) -> Callable[[Tensor, StreamStandIn], None]:
