@@ -108,7 +108,7 @@ def fresh_state(
     """
     every = [Kept(names=_dense_keys(piece)) for piece in whole.pieces]
     _check_groups(optimizer, names_in(every), run["groups"], folder)
-    _check_kind(optimizer, run["groups"], folder)
+    _check_kind(optimizer, run, folder)
     stored = _by_key(tensors, {key for keys in whole.keys for key in keys})
     dtypes = {key: tensors[f"model.{key}"].dtype for key in stored if f"model.{key}" in tensors}
     for kept, piece in zip(every, whole.pieces, strict=True):
@@ -244,18 +244,22 @@ def _check_groups(
             )
 
 
-def _check_kind(optimizer: Optimizer, groups: list[dict[str, Any]], folder: Path) -> None:
-    """Refuse groups of another kind of optimizer: each has settings that the other one does not know.
+def _check_kind(optimizer: Optimizer, run: Mapping[str, Any], folder: Path) -> None:
+    """Refuse what was saved with another class of optimizer whose groups have other settings.
 
-    A later version of an optimizer may have more of them than the one that was saved.
+    Of the same class a later version may have more of them.  Checkpoints of earlier versions of ndtp do not name it:
+    then each of the two must have settings that the other one does not know.
     """
-    own = {key for group in optimizer.param_groups for key in group}
-    for group in groups:
+    saved, own = run.get("optimizer"), {key for group in optimizer.param_groups for key in group}
+    if saved in {kind.__name__ for kind in type(optimizer).__mro__}:
+        return
+    for group in run["groups"]:
         other, lacking = {*group} - own - {*OF_SCHEDULERS}, {*optimizer.defaults} - {*group} - {*WAYS_TO_RUN}
-        if other and lacking:
+        if (other and lacking) or (saved and (other or lacking)):
             raise CheckpointError(
-                f"{folder}: was saved with another optimizer than {type(optimizer).__name__}: its groups have "
-                f"{', '.join(sorted(other))}, and no {', '.join(sorted(lacking))}\n"
+                f"{folder}: was saved with {saved or 'another optimizer'}, not with {type(optimizer).__name__}: "
+                f"settings of groups there alone: {', '.join(sorted(other)) or 'none'}; here alone: "
+                f"{', '.join(sorted(lacking)) or 'none'}\n"
                 "  fix: the optimizer with which it was saved; or optimizer=None, and a fresh one"
             )
 

@@ -138,7 +138,8 @@ class Saving:
         fix = "the same arguments of save on every rank: an optimizer of the same weights, with as many steps"
         self.crew.agree_on(given, f"save: {folder}: ranks give", fix)
         self._warn_of_other_extra(extra or {})
-        self._run = _run(whole, every, chunks, dict(extra or {}))
+        kind = None if optimizer is None else type(optimizer).__name__
+        self._run = _run(whole, every, chunks, dict(extra or {})) | {"optimizer": kind}
         self._exchange = FolderSwap(self.folder)
         self.crew.alone(self._exchange.open, f"save: {self.folder} stays as it was")
 
@@ -147,7 +148,7 @@ class Saving:
         plain = json.loads(json.dumps(extra))  # whose keys are texts, and can be sorted
         own = {key: digest(json.dumps(value, sort_keys=True)) for key, value in plain.items()}
         by_rank = self.crew.differing(json.dumps(own, sort_keys=True))
-        if by_rank is None:
+        if by_rank is None or not self.crew.is_first:
             return
         first, *others = (json.loads(text) for text in by_rank.values())
         keys = sorted({key for each in others for key in {*first, *each} if first.get(key) != each.get(key)})

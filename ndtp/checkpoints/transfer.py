@@ -110,7 +110,7 @@ def _states(model: nn.Module, optimizer: Optimizer, to: nn.Module, to_optimizer:
     (kept,) = kept_by(optimizer, whole_of(model).pieces)
     whole = whole_of(to)
     whole.meet("transfer")
-    run = {"groups": kept.groups, "values": kept.values}
+    run = {"groups": kept.groups, "values": kept.values, "optimizer": type(optimizer).__name__}
     described = {key: Laid(part.dtype, part.shape) for key, part in kept.parts.items()}
     for entry in (entry for piece in whole_of(model).pieces for entry in piece.entries()):
         described |= {f"model.{key}": Laid(entry.local.dtype, entry.dense) for key in entry.keys}

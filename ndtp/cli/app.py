@@ -33,7 +33,7 @@ LONGEST = 1000  # characters of a message: a number of a million digits is not r
 
 
 class CommandLine(CommandGroup):
-    """Wrong use, and a disk that is full, end with a line on standard error that names what was wrong, and status 2; a
+    """Wrong use, and output that finds a full disk, end with a line on standard error, and status 2; a
     rank that failed with its traceback, and status 1; Ctrl-C with status 130.  Anything else is a bug, and keeps its
     own traceback.
     """

@@ -123,7 +123,7 @@ def answer(
         out.print(f"ndtp runs cp as a part of z, whose ranks split weights, too: z={rows_axis(runs)}.", highlight=False)
     if sentence := said(runs):
         out.print(sentence, highlight=False)
-    text = program(runs, str(Path(asked.path).resolve()))  # it may be started in another folder
+    text = program(runs, str(Path(asked.path).absolute()))  # it may be started in another folder
     for line in text.splitlines():
         if "ndtp.Grid(" in line or "ndtp.parallelize(" in line or "torchrun " in line:
             out.print("  " + line.strip(), highlight=False, soft_wrap=True)

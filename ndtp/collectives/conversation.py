@@ -83,7 +83,7 @@ class Conversation:
         """Return what each rank says, at any length.
 
         Raises:
-            RuntimeError: another rank is in another exchange: it has caught the error of an earlier one and gone on.
+            RuntimeError: another rank is in another exchange, as one that has caught the error of an earlier one.
         """
         said = text.encode()
         lengths = [
@@ -91,7 +91,10 @@ class Conversation:
         ]
         if max(lengths) > _LONGEST:
             behind = self.members[lengths.index(max(lengths))]
-            raise RuntimeError(f"rank {behind} is in another exchange: it went on behind an error that it had caught")
+            raise RuntimeError(
+                f"rank {behind} is in another exchange\n"
+                "  fix: let an error of ndtp end the program on every rank; one that is caught leaves ranks apart"
+            )
         mine = np.frombuffer(said.ljust(max(lengths), b" "), np.uint8)
         told = self._gathered(mine)
         return [bytes(each[:length]).decode() for each, length in zip(told, lengths, strict=True)]

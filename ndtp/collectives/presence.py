@@ -84,6 +84,7 @@ class Presence:
         self._events: list[Event] = []
         self._told_count = self._last_count = 0  # of collectives
         self._said, self._lost_at = "", 0.0  # the last of LOST, CUT, TOLD, RAISED or ENDED
+        self._lost_in: Waiting | None = None
         self._guards: list[float] = []
         places = Places()
         self.link_watch = LinkWatch(rank, size, places)
@@ -335,7 +336,8 @@ class Presence:
         return REMOTE_PATIENCE_S * self._beat_s if self._is_spread else LOCAL_PATIENCE_S
 
     def _say(self, kind: str, text: str, ranks: Sequence[int] = ()) -> None:
-        self._said, self._lost_at = kind, time.monotonic()
+        self._said, self._lost_at, waiting = kind, time.monotonic(), self._answers.waiting_now()
+        self._lost_in = waiting if waiting is not None and waiting.text == text else None
         event = Event(self.rank, kind, text, self._lost_at, [rank for rank in ranks if rank != self.rank])
         self._events.append(event)
         self._local_words.tell(event, list(self._peers.known.values()))
@@ -343,9 +345,7 @@ class Presence:
             return
         with contextlib.suppress(RuntimeError):
             if ranks:
-                waiting = self._answers.waiting_now()
-                is_known = waiting is not None and waiting.text == text
-                store.tell_waiting(waiting if is_known else Waiting(text, tuple(event.ranks)))
+                store.tell_waiting(self._lost_in or Waiting(text, tuple(event.ranks)))
             store.log(event)
 
     def _log(self, event: Event) -> None:
@@ -373,7 +373,7 @@ class Presence:
     def _local_facts(self) -> Facts:
         answers, since = self._answers, self._lost_at
         facts = Facts(list(self._events), self._peers.states(), dict(self._peers.departed))
-        facts.waiting, facts.free, facts.own = answers.waiting(since), answers.free(since), answers.waiting_now()
+        facts.waiting, facts.free, facts.own = answers.waiting(since), answers.free(since), self._lost_in
         return facts
 
     def _consult(self, ranks: Sequence[int], found: list[Verdict]) -> None:

@@ -169,7 +169,7 @@ def in_place(target: str) -> Any:
 def replaced(target: str, make: Callable[[Any], Any]) -> None:
     """Put another function in the place of one of torch's, once a process, whichever thread comes first.
 
-    Libraries that have imported torch's function by its name call the other one from then on, too.
+    Modules of libraries that have torch's function under its own name call the other one from then on, too.
 
     Args:
         target: the path, as listed.

@@ -17,6 +17,7 @@ CUT = "cut"  # lost a peer, since a connection broke and not since time was up
 ANSWER = "answer"  # to one that has lost a peer: what this rank waits in, if anything
 START_UP = "(start-up)"  # of the text of a wait for the making of a process group
 CLOSING_S = 1.0  # gloo closes connections when time is up: others see it about when that rank says so
+MESSAGES = ("send", "receive")  # of the texts of waits for messages
 SILENT, BEHIND, APART, UNKNOWN, ABSENT, LINK = "silent", "behind", "apart", "unknown", "absent", "link"
 
 
@@ -63,7 +64,7 @@ class Facts:
         waiting: ranks that said that they are in a collective, or that one failed for them.
         absent: ranks that have not said who they are.
         free: ranks that have answered that they wait in nothing, since this one has lost its peer.
-        own: the collective of this rank that has failed, where it is in the record.
+        own: the collective in which this rank has lost its peer, where it is in the record.
     """
 
     events: Sequence[Event] = ()
@@ -167,14 +168,13 @@ def judge(me: int, waited_for: Sequence[int], facts: Facts) -> Verdict:
     waiting = {event.rank: Waiting(event.text, tuple(event.ranks)) for event in losses if event.ranks}
     if behind := _behind(me, waited_for, waiting | dict(facts.waiting), set(lost)):
         return Verdict(BEHIND, behind, "alive, but in no collective that this one waits for")
-    if apart := _apart(facts.own, facts.waiting):
-        return apart
     ended = any(rank in lost and rank != me for rank in gone)
     if losses and (ended or any(START_UP in event.text for event in losses)):
         # Nobody is missing but those that had lost their peers before: what failed lies between the ranks.
         noticed = f"rank {losses[0].rank} noticed first, in {losses[0].text}"
         return Verdict(LINK, (), f"connections failed between ranks that were all alive; {noticed}")
-    return Verdict(UNKNOWN, (), "every rank is alive: they wait for each other, or cannot reach each other")
+    unknown = Verdict(UNKNOWN, (), "every rank is alive: they wait for each other, or cannot reach each other")
+    return _apart(facts.own, facts.waiting) or unknown
 
 
 def _behind(me: int, waited_for: Sequence[int], waiting: Mapping[int, Waiting], lost: set[int]) -> tuple[int, ...]:
@@ -193,8 +193,11 @@ def _behind(me: int, waited_for: Sequence[int], waiting: Mapping[int, Waiting], 
 
 
 def _apart(own: Waiting | None, waiting: Mapping[int, Waiting]) -> Verdict | None:
-    """Return who waits in a collective that is to its ranks what this rank's is, by its number, and is another one."""
-    if own is None or not own.nth:
+    """Return who waits in a collective that is to its ranks what this rank's is, by its number, and is another one.
+
+    Messages are sent on one rank and received on the other.
+    """
+    if own is None or not own.nth or own.text.startswith(MESSAGES):
         return None
     place = own.members, own.axes, own.nth
     here = {rank: each for rank, each in waiting.items() if (each.members, each.axes, each.nth) == place}

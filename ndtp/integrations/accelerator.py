@@ -6,7 +6,8 @@ model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -206,46 +207,58 @@ class Accelerator(accelerate.Accelerator):
         """
         if output_dir is None and not self.project_configuration.automatic_checkpoint_naming:
             raise ValueError(_NO_FOLDER)
-        folder = self._rest(super().save_state, output_dir, safe_serialization=safe_serialization, **kwargs)
-        self._each(save, Path(folder))
-        return folder
+        act = partial(super().save_state, output_dir, safe_serialization=safe_serialization, **kwargs)
+        pairs = self._pairs()
+        before = self.register_save_state_pre_hook(lambda _, __, folder: _each(save, pairs, Path(folder)))
+        try:
+            return self._rest(act)
+        finally:
+            before.remove()
 
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> None:
         """Read what `save_state` wrote on any grid, or accelerate's own with safetensors; the last one where accelerate
         has named them.
         """
-        if input_dir is None:
-            input_dir = self._last_folder()
-        self._each(_read, Path(input_dir))
-        self._rest(super().load_state, input_dir, load_kwargs=load_kwargs, **kwargs)
+        folder = self._last_folder() if input_dir is None else input_dir
+        _each(_read, self._pairs(), Path(folder))
+        self._rest(partial(super().load_state, folder, load_kwargs=load_kwargs, **kwargs))
 
     def _last_folder(self) -> Path:
+        """Return the last checkpoint that accelerate has named, and that has a model."""
         if not self.project_configuration.automatic_checkpoint_naming:
             raise ValueError(_NO_FOLDER)
-        found = [*Path(self.project_dir, "checkpoints").glob("checkpoint_*")]
-        if not found:
-            raise ValueError(
-                f"Accelerator: there is no checkpoint in {self.project_dir}/checkpoints\n  fix: name a folder"
-            )
-        return max(found, key=lambda folder: int(folder.name.rpartition("_")[2]))
+        there = Path(self.project_dir, "checkpoints")
+        names = (path.name.removeprefix("checkpoint_") for path in there.glob("checkpoint_*"))
+        numbers = sorted((int(name) for name in names if name.isdecimal()), reverse=True)
+        for folder in (there / f"checkpoint_{number}" for number in numbers):
+            if (folder / "ndtp_0").is_dir() or (folder / "model.safetensors").is_file():
+                return folder
+        raise ValueError(f"Accelerator: no checkpoint in {there}\n  fix: name a folder")
 
-    def _each(self, act: Any, folder: Path) -> None:
-        """Save or read each model with the optimizer of its place."""
+    def _pairs(self) -> list[tuple[nn.Module, torch.optim.Optimizer | None]]:
+        """Return each model with the optimizer of its place."""
         this: Any = self
         optimizers = [*this._optimizers, *[None] * len(this._models)]
-        for number, (model, optimizer) in enumerate(zip(this._models, optimizers, strict=False)):
-            bare: torch.optim.Optimizer | None = None if optimizer is None else optimizer.optimizer
-            act(self.unwrap_model(model), bare, folder / f"ndtp_{number}")
+        return [
+            (self.unwrap_model(model), None if optimizer is None else optimizer.optimizer)
+            for model, optimizer in zip(this._models, optimizers, strict=False)
+        ]
 
-    def _rest(self, act: Any, folder: Any, **kwargs: Any) -> Any:
+    def _rest(self, act: Callable[[], Any]) -> Any:
         """Have accelerate save or read what is neither a model nor an optimizer."""
         this: Any = self
         held = this._models, this._optimizers
         this._models, this._optimizers = [], []
         try:
-            return act(folder, **kwargs)
+            return act()
         finally:
             this._models, this._optimizers = held
+
+
+def _each(act: Any, pairs: Iterable[tuple[nn.Module, Any]], folder: Path) -> None:
+    """Save or read models with their optimizers."""
+    for number, (model, optimizer) in enumerate(pairs):
+        act(model, optimizer, folder / f"ndtp_{number}")
 
 
 def _read(model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path) -> None:

@@ -245,8 +245,15 @@ def test_an_optimizer_of_another_kind_is_named(tmp_path):
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step(), schedule.step()
     save(model, optimizer, tmp_path / "run")
-    with pytest.raises(CheckpointError, match="another optimizer than AdamW: its groups have dampening, momentum"):
+    with pytest.raises(CheckpointError, match="with SGD, not with AdamW: settings of groups there alone: dampening"):
         load(model, torch.optim.AdamW(model.parameters()), tmp_path / "run")
+    adam = torch.optim.Adam(model.parameters())
+    adam.step()
+    save(model, adam, tmp_path / "adam")
+    with pytest.raises(CheckpointError, match=r"with Adam, not with Adamax: settings .* amsgrad.*; here alone: none"):
+        load(model, torch.optim.Adamax(model.parameters()), tmp_path / "adam")
+    load(model, torch.optim.AdamW(model.parameters()), tmp_path / "adam")  # which knows the same settings
+    load(model, type("Own", (torch.optim.Adam,), {})(model.parameters()), tmp_path / "adam")
     other = torch.optim.SGD(model.parameters(), lr=0.2)
     other.defaults["of a later version"] = other.param_groups[0]["of a later version"] = True
     load(model, other, tmp_path / "run")
@@ -328,7 +335,7 @@ def saved_otherwise(folder):
 
 def test_ranks_that_save_different_things_spoil_no_checkpoint(ranks, tmp_path):
     (said, extra), other = ranks(2).run(saved_otherwise, tmp_path / "run")
-    assert (said, extra) == other and len(said) == 4 and extra == {"step": 3, "rows": 0}
+    assert (said[:3], extra) == other and len(said) == 4 and extra == {"step": 3, "rows": 0}
     assert "ranks have other values in extra: 'rows', 'seen'; those of rank 0 are written" in said[3]
     assert "optimizer Adam with 12 tensors of state" in said[0] and "rank 1: chunks=False, no optimizer" in said[0]
     assert "rank 1: chunks=False, optimizer Adam with 0 tensors" in said[1] and "rank 1: chunks=True" in said[2]

@@ -94,6 +94,12 @@ CASES = {
     "one that is in another collective at the same place": (
         Facts(waiting={1: at("norm", 3), 2: at("sum", 3)}, own=at("sum", 3)), APART, (1,),
     ),
+    "two stages between which a message does not come": (
+        Facts(waiting={1: at("receive 1/4 of h", 3)}, own=at("send 1/4 of h", 3)), BEHIND, (2,),
+    ),
+    "and all of them": (
+        Facts(waiting={1: at("receive 1/4 of h", 3), 2: waits(0)}, own=at("send 1/4 of h", 3)), UNKNOWN, (),
+    ),
     "one that is ahead": (Facts(waiting={1: at("norm", 4), 2: at("sum", 3)}, own=at("sum", 3)), UNKNOWN, ()),
     "all wait for each other": (Facts(waiting={1: waits(0, 2), 2: waits(0, 1)}), UNKNOWN, ()),
 }  # fmt: skip
