@@ -176,6 +176,8 @@ def restore_groups(optimizer: Optimizer, names: dict[Tensor, list[str]], groups:
                 own.fill_(value)
             else:
                 group[name] = tuple(value) if isinstance(own, tuple) else value
+    # As torch does when it has loaded a state: an optimizer sets what its class has otherwise than the one that saved.
+    optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
 
 def _dense_keys(piece: Piece) -> dict[Tensor, list[str]]:

@@ -122,10 +122,10 @@ class Saving:
                     raise CheckpointError(f"save: '{key.removeprefix('model.')}' is {what}")
                 if part.is_written_here(turn):
                     self._boxes += [(key, *box) for box in part.boxes()]
-            try:
-                json.dumps([[kept.groups, kept.values] for kept in every] + [extra])
-            except (TypeError, ValueError, RecursionError) as error:
-                raise CheckpointError(f"save: JSON lacks what extra or a group of the optimizer has: {error}") from None
+            _check_plain("extra", extra)
+            for kept in every:
+                _check_plain("a group of the optimizer", kept.groups)
+                _check_plain(f"the state of {type(optimizer).__name__}", kept.values)
             if failure := self.crew.only_writer(self.folder):
                 raise CheckpointError(f"save: {failure}")
 
@@ -212,6 +212,21 @@ class Saving:
             self.crew.alone(lambda: self._exchange.finish(folders.manifest(self._run, files), files), what)
         finally:
             self._exchange.close()
+
+
+def _check_plain(what: str, value: Any) -> None:
+    """Refuse a value that a manifest cannot hold.
+
+    Raises:
+        CheckpointError: names what has it.
+    """
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"save: JSON lacks what {what} has: {error}\n  fix: numbers, texts, lists and dicts of these; an optimizer "
+            "that keeps lists of tensors, as LBFGS, begins anew: optimizer=None"
+        ) from None
 
 
 def _run(whole: Whole, every: Sequence[Kept], chunks: bool, extra: dict[str, Any]) -> dict[str, Any]:

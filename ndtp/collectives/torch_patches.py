@@ -12,6 +12,7 @@ import pkgutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,14 +181,18 @@ def replaced(target: str, make: Callable[[Any], Any]) -> None:
             given = in_place(target)
             owner, _, name = target.rpartition(".")
             made = make(given)
-            for holder in (pkgutil.resolve_name(owner), *_importers(name, given)):
-                setattr(holder, name, made)
+            setattr(pkgutil.resolve_name(owner), name, made)
             _REPLACED.add(target)
+            for module in _importers(name, given):
+                with suppress(AttributeError, TypeError):  # one that cannot be written to
+                    setattr(module, name, made)
 
 
 def _importers(name: str, given: Any) -> Iterator[Any]:
     """Yield the modules outside of torch that have something of torch's under its own name."""
     for module in [*sys.modules.values()]:
-        own = getattr(module, "__dict__", {})
+        own: dict[str, Any] = {}
+        with suppress(Exception):  # what stands for a module may import when it is asked
+            own = vars(module)
         if own.get(name) is given and str(own.get("__name__")).partition(".")[0] != "torch":
             yield module

@@ -218,8 +218,13 @@ def test_other_models_are_named(tmp_path):
         load(model, adamw(model), tmp_path / "bare")
     with pytest.raises(CheckpointError, match=r"group 0 has a parameter .* that is none of the model's"):
         save(model, torch.optim.SGD(build("LlamaForCausalLM").parameters()), tmp_path / "no")
-    with pytest.raises(CheckpointError, match="JSON lacks"):
+    with pytest.raises(CheckpointError, match="JSON lacks what extra has"):
         save(model, None, tmp_path / "no", extra={"x": torch.zeros(1)})
+    lists = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    lists.step(lambda: model(**inputs("LlamaForCausalLM")).loss)
+    lists.state[next(model.parameters())]["old_dirs"] = [torch.zeros(1)]
+    with pytest.raises(CheckpointError, match=r"JSON lacks what the state of LBFGS has: .*\n.*optimizer=None"):
+        save(model, lists, tmp_path / "no")
     assert not (tmp_path / "no").exists()
 
 
@@ -252,7 +257,9 @@ def test_an_optimizer_of_another_kind_is_named(tmp_path):
     save(model, adam, tmp_path / "adam")
     with pytest.raises(CheckpointError, match=r"with Adam, not with Adamax: settings .* amsgrad.*; here alone: none"):
         load(model, torch.optim.Adamax(model.parameters()), tmp_path / "adam")
-    load(model, torch.optim.AdamW(model.parameters()), tmp_path / "adam")  # which knows the same settings
+    decoupled = torch.optim.AdamW(model.parameters())  # which knows the same settings, and has one of its own
+    load(model, decoupled, tmp_path / "adam")
+    assert decoupled.param_groups[0]["decoupled_weight_decay"]
     load(model, type("Own", (torch.optim.Adam,), {})(model.parameters()), tmp_path / "adam")
     other = torch.optim.SGD(model.parameters(), lr=0.2)
     other.defaults["of a later version"] = other.param_groups[0]["of a later version"] = True

@@ -32,10 +32,19 @@ def test_two_threads_patch_once(monkeypatch):
     assert len(wrapped) == 1 and torch_like.call() == 2
 
 
+class Lazy:
+    """What stands for a module and imports it when it is asked for anything."""
+
+    @property
+    def __dict__(self):
+        raise ImportError("it is not installed")
+
+
 def test_who_has_imported_what_is_replaced_calls_the_other_one(monkeypatch):
     """As tensordict has vmap's; what torch itself has imported stays."""
     torch_like = SimpleNamespace(call=lambda: 1)
     users = {name: ModuleType(name) for name in ("a_library.functions", "torch.imports_it", "of_its_own")}
+    monkeypatch.setitem(sys.modules, "asks_for_more", Lazy())
     for name, user in users.items():
         user.call = torch_like.call if name != "of_its_own" else len
         monkeypatch.setitem(sys.modules, name, user)

@@ -1,5 +1,6 @@
 """Operations element by element on tensors of a grid that lie alike: shards alone, and the numbers of dense ones."""
 
+import importlib
 import math
 
 import pytest
@@ -8,6 +9,7 @@ from products import mesh_of
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+import ndtp
 from ndtp import Grid
 from ndtp.runtime.grid_parts import full_of
 from ndtp.runtime.grid_tensor import GridTensor, become
@@ -174,3 +176,28 @@ def check_norms():
 
 def test_norms_that_are_written_to(ranks):
     ranks(4).run(check_norms)
+
+
+def check_lists_with_padding():
+    """Numbers before parameters, as NAdam multiplies: results have the sizes of the whole."""
+    mesh = mesh_of(Grid(x=2))
+    model = ndtp.parallelize(nn.Sequential(nn.Linear(4, 33), nn.Linear(33, 4)), mesh, example=torch.ones(1, 4))
+    parameters, numbers = list(model.parameters()), [torch.tensor(0.5)] * 4
+    with torch.no_grad():
+        for made in (torch._foreach_mul(numbers, parameters), torch._foreach_mul(parameters, numbers)):
+            assert [x.shape for x in made] == [p.shape for p in parameters]
+            for x, p in zip(made, parameters, strict=True):
+                torch.testing.assert_close(full_of(x), full_of(p) * 0.5)
+    assert any(p.is_padded for p in parameters)
+
+
+def test_lists_with_padding(ranks):
+    ranks(2).run(check_lists_with_padding)
+
+
+def test_torch_takes_parameters_in_lists_where_it_takes_dense_ones_so():
+    """By default: optimizers on GPUs, and `clip_grad_norm_` everywhere."""
+    for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
+        assert GridTensor in importlib.import_module(module)._foreach_supported_types
+    for name in ("mul", "add", "sub", "div"):
+        assert form_of(getattr(aten, f"_foreach_{name}").List) == "lists"
