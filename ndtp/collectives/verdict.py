@@ -17,6 +17,7 @@ CUT = "cut"  # lost a peer, since a connection broke and not since time was up
 ANSWER = "answer"  # to one that has lost a peer: what this rank waits in, if anything
 START_UP = "(start-up)"  # of the text of a wait for the making of a process group
 CLOSING_S = 1.0  # gloo closes connections when time is up: others see it about when that rank says so
+SHOWN = 4  # ranks of which an error says what they are in
 MESSAGES = ("send", "receive")  # of the texts of waits for messages
 SILENT, BEHIND, APART, UNKNOWN, ABSENT, LINK = "silent", "behind", "apart", "unknown", "absent", "link"
 
@@ -173,8 +174,7 @@ def judge(me: int, waited_for: Sequence[int], facts: Facts) -> Verdict:
         # Nobody is missing but those that had lost their peers before: what failed lies between the ranks.
         noticed = f"rank {losses[0].rank} noticed first, in {losses[0].text}"
         return Verdict(LINK, (), f"connections failed between ranks that were all alive; {noticed}")
-    unknown = Verdict(UNKNOWN, (), "every rank is alive: they wait for each other, or cannot reach each other")
-    return _apart(facts.own, facts.waiting) or unknown
+    return _apart(facts.own, facts.waiting) or Verdict(UNKNOWN, (), _all_alive(me, waiting | dict(facts.waiting)))
 
 
 def _behind(me: int, waited_for: Sequence[int], waiting: Mapping[int, Waiting], lost: set[int]) -> tuple[int, ...]:
@@ -190,6 +190,14 @@ def _behind(me: int, waited_for: Sequence[int], waiting: Mapping[int, Waiting], 
         elif rank not in lost:
             found.add(rank)
     return tuple(sorted(found))
+
+
+def _all_alive(me: int, waiting: Mapping[int, Waiting]) -> str:
+    """Return what is known where every rank is alive: what others are in, each as they say it."""
+    where = [f"rank {rank} is in {each.text}" for rank, each in sorted(waiting.items()) if rank != me and each.text]
+    more = [f"and {len(where) - SHOWN} more"] * (len(where) > SHOWN)
+    said = "; ".join(["they wait for each other, or cannot reach each other", *where[:SHOWN], *more])
+    return f"every rank is alive: {said}"
 
 
 def _apart(own: Waiting | None, waiting: Mapping[int, Waiting]) -> Verdict | None:

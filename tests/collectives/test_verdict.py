@@ -114,6 +114,14 @@ def test_the_right_one_is_named(case):
     assert how != STOPPED or verdict.sentence().startswith("stopped: rank"), "the word of `error.how`"
 
 
+def test_where_all_are_alive_it_is_said_what_they_are_in():
+    """They wait for each other over different axes, say, so that no two are at one place."""
+    waiting = {rank: waits(*({0, 1, 2, 3, 4, 5, 6} - {rank})) for rank in range(1, 7)}
+    said = judge(0, (1,), Facts(waiting=waiting)).sentence()
+    assert "every rank is alive: they wait for each other, or cannot reach each other; rank 1 is in all_gather" in said
+    assert said.endswith("rank 4 is in all_gather; and 2 more")
+
+
 def test_who_has_not_answered_is_not_known_to_be_behind():
     """A rank that waits tells of it when asked; until then nothing is known of it."""
     verdict = judge(0, (1, 2), facts := Facts(waiting={1: waits(0, 2)}))
