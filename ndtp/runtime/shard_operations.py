@@ -102,10 +102,12 @@ def norms_on_shards(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
             clear(x)
     local = [x._dtensor._local_tensor for x in of]
     made = func(local, order) if is_list else [func(local[0], order)]
-    parts = []
+    parts, specs = [], dict[Any, DTensorSpec]()  # most tensors of a list lie alike
     for x, norm in zip(of, made, strict=True):
         spec = x._dtensor._spec
-        parts.append(DTensor(norm, _norm_spec(spec.mesh, spec.placements, order, norm.dtype), requires_grad=False))
+        key = id(spec.mesh), spec.placements, norm.dtype
+        lies = specs.get(key) or specs.setdefault(key, _norm_spec(spec.mesh, spec.placements, order, norm.dtype))
+        parts.append(DTensor(norm, lies, requires_grad=False))
     return parts if is_list else parts[0]
 
 
