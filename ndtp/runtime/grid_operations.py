@@ -34,15 +34,17 @@ from ndtp.runtime.handed_out import note_use
 from ndtp.runtime.list_operations import by_groups, groups_of, operands_of_each
 from ndtp.runtime.reads import NamedRead
 from ndtp.runtime.refused_reads import is_whole_tensor, refused
-from ndtp.runtime.shard_operations import is_norm_of_many, joined_norms, norms_on_shards, on_shards
+from ndtp.runtime.shard_operations import NARROW, is_joint, is_norm_of_many, joined_norms, norms_on_shards, on_shards
 from ndtp.runtime.whole_operations import by_whole, count_writes, drawn, wrote
 
-DETACH = torch.ops.aten.detach.default
+DETACH, FOREACH_NORM = torch.ops.aten.detach.default, torch.ops.aten._foreach_norm.Scalar
 LIKE = ("zeros_like", "ones_like", "full_like")
 NEW = ("new_zeros", "new_empty", "new_ones", "new_full", "new_empty_strided")
 SAME = ("detach", "clone", "_to_copy", "alias", "empty_like")
 # Of one with padding these run on the DTensor, too, as do those that go element by element.
 SUMS = ("sum", "linalg_vector_norm", "norm", "_foreach_norm", "count_nonzero")  # to which zeros add nothing
+SCALED = ("_foreach_addcmul", "_foreach_addcdiv")
+NORMS = ("linalg_vector_norm", "_foreach_norm")
 DRAWS = (
     "normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_",
 )  # fmt: skip
@@ -52,11 +54,18 @@ IN_PLACE_VIEWS = ("squeeze_", "unsqueeze_", "t_", "transpose_")
 def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """An operation of which some operands are of `kind`."""
     name = func.overloadpacket.__name__
+    if func._overloadname == "Tensor" and name.startswith(SCALED):  # whose last operand is one number for each place
+        return func.overloadpacket.ScalarList(*args[:-1], args[-1].tolist())
     if (done := _on_shards(kind, func, name, args, kwargs)) is not NotImplemented:
         return done
     if name.startswith(LISTS) and (done := _in_groups(kind, func, name, args, kwargs)) is not NotImplemented:
         count_writes(_written(func, name, args, kwargs))
         return done
+    given = args[:2] if func is FOREACH_NORM and args[2:] == (None,) else args
+    is_free = name in NORMS and kwargs.get("dtype") is None and (func is not FOREACH_NORM or len(given) < 3)
+    if is_free and (dtype := _narrow(args[0])) is not None:
+        made = func(*given, **{**kwargs, "dtype": torch.float32})  # or it is squared in 16 bits where ranks add it up
+        return tree_map(lambda x: x.to(dtype), made)
     flat, tree = tree_flatten((args, kwargs))
     if name != "stack":
         for x in flat:
@@ -90,6 +99,12 @@ def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
     if is_padded and name in NEW and tuple(args[1]) == tuple(mine[0].shape):
         flat, tree = tree_flatten(((args[0], mine[0]._dtensor.shape, *args[2:]), kwargs))
     return _on_dtensors(kind, func, name, flat, tree, written, mine)
+
+
+def _narrow(of: Any) -> torch.dtype | None:
+    """The dtype of a tensor, or of all tensors of a list, that has 16 bits; None of another one."""
+    dtypes = {x.dtype for x in (of if isinstance(of, (list, tuple)) else [of])}
+    return dtypes.pop() if len(dtypes) == 1 and dtypes <= {*NARROW} else None
 
 
 def _in_groups(kind: Any, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -189,7 +204,7 @@ def _named_norms(kind: Any, norms: Any, of: Any) -> Any:
     """Return norms, of one tensor or of several, with the names of these."""
     made = [kind(x) for x in (norms if isinstance(norms, list) else [norms])]
     for norm, x in zip(made, of if isinstance(norms, list) else [of], strict=True):
-        norm.ndtp_name = x.ndtp_name
+        norm.ndtp_name, norm.ndtp_norm_of = x.ndtp_name, x.dtype
     return made if isinstance(norms, list) else made[0]
 
 
@@ -202,7 +217,8 @@ def _results(kind: Any, func: Any, name: str, made: Any, of: Any, given: Any, re
         real: its sizes without padding, where they are not those of the first.
         likes: of an operation on lists, for each place the operand as which its result lies.
     """
-    if is_norm_of_many(name, 2):
+    odd = {p for x in tree_flatten(made)[0] if isinstance(x, DTensor) for p in x.placements if is_odd(p)}
+    if is_norm_of_many(name, 2) and all(map(is_joint, odd)):
         return tree_map(lambda x: kind(x) if isinstance(x, DTensor) else x, made)  # summed at once, where they meet
     is_source = given is not None and name not in ("detach", "alias")
     leaves, form = tree_flatten(made)

@@ -10,7 +10,7 @@ import inspect
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 import torch
@@ -22,10 +22,12 @@ from torch.distributed.tensor._ops._math_ops import _NormPartial
 from ndtp.runtime.dtensor_rules import dtensor_of, is_odd
 from ndtp.runtime.facts import digest
 from ndtp.runtime.grid_parts import clear
+from ndtp.runtime.reads import NamedRead
 
 PLAIN = (int, float, complex, str, type(None))  # a bool is an int
 MOVED = ("copy_", "zero_", "fill_")  # element by element without torch's tag
 _TOTAL = inspect.unwrap(torch.nn.utils.clip_grad._get_total_norm).__code__
+NARROW = (torch.float16, torch.bfloat16)
 FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 
 
@@ -94,14 +96,16 @@ def norms_on_shards(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
     if not is_list and func is not torch.ops.aten.linalg_vector_norm.default:
         return None
     of = args[0] if is_list else args[:1]
-    is_known = isinstance(order, (int, float)) and order > 0 and len(args) <= 2 and not kwargs
+    is_known = isinstance(order, (int, float)) and order > 0 and args[2:] in ((), (None,)) and not kwargs
     if not is_known or any(_alike(kind, (x,)) is None for x in of):
         return None
     for x in of:
         if x.is_padded and not isinstance(x, nn.Parameter):  # what was computed, as `grad + 1`
             clear(x)
     local = [x._dtensor._local_tensor for x in of]
-    made = func(local, order) if is_list else [func(local[0], order)]
+    # Norms of 16 bits would be squared in 16 bits where ranks add them up.
+    wide = {"dtype": torch.float32} if any(x.dtype in NARROW for x in local) else {}
+    made = func(local, order, **wide) if is_list else [func(local[0], order, **wide)]
     parts, specs = [], dict[Any, DTensorSpec]()  # most tensors of a list lie alike
     for x, norm in zip(of, made, strict=True):
         spec = x._dtensor._spec
@@ -118,8 +122,13 @@ def _norm_spec(mesh: Any, placements: Any, order: float, dtype: torch.dtype) -> 
     return DTensorSpec(mesh, parts, tensor_meta=TensorMeta(torch.Size(()), (), dtype))
 
 
-def joined_norms(kind: Any, norms: Sequence[Any]) -> Any:
-    """Return the norms of several tensors as one of which ranks have parts, in a dim of its own; None of other norms.
+def is_joint(placement: Any) -> bool:
+    """Return whether ranks have parts of a norm, which are joined as norms are."""
+    return isinstance(placement, _NormPartial) or (placement.is_partial() and placement.reduce_op == "max")
+
+
+def joined_norms(kind: Any, norms: Sequence[Any]) -> Tensor | None:
+    """Return the norm of the norms of several tensors, [1], which every rank has; None of other norms.
 
     Torch asks for the norm of all norms, and for none of them.  A number travels instead of one for each tensor, so
     that ranks which clip the gradients of other tensors do not meet in collectives of other sizes.
@@ -129,7 +138,7 @@ def joined_norms(kind: Any, norms: Sequence[Any]) -> Any:
     if len(odd) != 1 or any(x.dim() or type(x) not in (kind, Tensor) for x in norms):
         return None
     mesh, joint = specs[0].mesh, odd.pop()
-    if not isinstance(joint, (_NormPartial, Partial)) or any(spec.mesh != mesh for spec in specs):
+    if not is_joint(joint) or any(spec.mesh != mesh for spec in specs):
         return None
     whole = (Replicate(),) * mesh.ndim
     alike: dict[Any, list[Tensor]] = {}
@@ -143,10 +152,12 @@ def joined_norms(kind: Any, norms: Sequence[Any]) -> Any:
         parts.append(torch.linalg.vector_norm(torch.stack(local), order) * times ** (-1 / order))
     made = torch.linalg.vector_norm(torch.stack(parts), order, keepdim=True)
     spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(made.shape, made.stride(), made.dtype))
-    result = kind(DTensor(made, spec, requires_grad=False))
+    result = DTensor(made, spec, requires_grad=False)
     names = sorted(getattr(x, "ndtp_name", "") for x in norms)
-    result.ndtp_name = names[0] if len(names) == 1 else f"{len(names)} tensors (names {digest(names):x})"
-    return result
+    named = names[0] if len(names) == 1 else f"{len(names)} tensors (names {digest(names):x})"
+    dtypes = [getattr(x, "ndtp_norm_of", x.dtype) for x in norms]
+    with NamedRead(result, "norm", named):
+        return result.full_tensor().to(reduce(torch.promote_types, dtypes))
 
 
 def _lists(kind: Any, func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any], list[Any]] | None:

@@ -195,6 +195,35 @@ def test_lists_with_padding(ranks):
     ranks(2).run(check_lists_with_padding)
 
 
+def check_odd_norms():
+    """Of 16 bits, whose squares do not fit; how many numbers are not zero; and lists with one tensor of numbers."""
+    mesh = mesh_of(Grid(x=2))
+    for dtype in (torch.float16, torch.bfloat16):
+        dense = [drawn(8, 6).mul(600).to(dtype), drawn(4, seed=1).mul(1e-4).to(dtype)]
+        mine = [on_grid(x, mesh, [Shard(0)]) for x in dense]
+        for foreach in (False, True):
+            for order in (2, 3, 0, math.inf):
+                found, norm = (torch.nn.utils.get_total_norm(xs, order, foreach=foreach) for xs in (mine, dense))
+                assert math.isfinite(norm) and found.dtype == norm.dtype == dtype, (dtype, order)
+                torch.testing.assert_close(found, norm)
+        for x, like in zip(mine, dense, strict=True):
+            assert x.norm().dtype == dtype
+            torch.testing.assert_close(x.norm(), like.norm())
+            torch.testing.assert_close(torch._foreach_norm([x])[0].full_tensor().to(dtype), like.norm())
+    numbers = torch.tensor([2.0, 3.0])
+    dense = [[drawn(8, 6, seed=i), drawn(4, seed=i)] for i in range(3)]
+    mine = [[on_grid(x, mesh, [Shard(0)]) for x in xs] for xs in dense]
+    for xs in (mine, dense):
+        torch._foreach_addcmul_(*xs, numbers)
+        xs[1] = torch._foreach_addcdiv(*xs, numbers)
+    for x, like in zip(mine[1], dense[1], strict=True):
+        torch.testing.assert_close(full_of(x), like)
+
+
+def test_odd_norms_and_numbers(ranks):
+    ranks(2).run(check_odd_norms)
+
+
 def test_torch_takes_parameters_in_lists_where_it_takes_dense_ones_so():
     """By default: optimizers on GPUs, and `clip_grad_norm_` everywhere."""
     for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
