@@ -217,8 +217,7 @@ def _results(kind: Any, func: Any, name: str, made: Any, of: Any, given: Any, re
         real: its sizes without padding, where they are not those of the first.
         likes: of an operation on lists, for each place the operand as which its result lies.
     """
-    odd = {p for x in tree_flatten(made)[0] if isinstance(x, DTensor) for p in x.placements if is_odd(p)}
-    if is_norm_of_many(name, 2) and all(map(is_joint, odd)):
+    if is_norm_of_many(name, 2) and all(_are_joint(x) for x in tree_flatten(made)[0]):
         return tree_map(lambda x: kind(x) if isinstance(x, DTensor) else x, made)  # summed at once, where they meet
     is_source = given is not None and name not in ("detach", "alias")
     leaves, form = tree_flatten(made)
@@ -227,6 +226,10 @@ def _results(kind: Any, func: Any, name: str, made: Any, of: Any, given: Any, re
             of = likes[i] if likes and likes[i] is not None else of
             leaves[i] = _taken(kind, x, of, name, (of, (func, *given, i)) if is_source else None, real)
     return tree_unflatten(leaves, form)
+
+
+def _are_joint(x: Any) -> bool:
+    return not isinstance(x, DTensor) or all(is_joint(each) for each in x.placements if is_odd(each))
 
 
 def _broadcast(operands: Sequence[Any]) -> Any:

@@ -104,8 +104,11 @@ def norms_on_shards(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
             clear(x)
     local = [x._dtensor._local_tensor for x in of]
     # Norms of 16 bits would be squared in 16 bits where ranks add them up.
-    wide = {"dtype": torch.float32} if any(x.dtype in NARROW for x in local) else {}
-    made = func(local, order, **wide) if is_list else [func(local[0], order, **wide)]
+    wide = [torch.float32 if x.dtype in NARROW else None for x in local]
+    if is_list and len({*wide}) == 1:
+        made = func(local, order, dtype=wide[0])
+    else:
+        made = [torch.linalg.vector_norm(x, order, dtype=dtype) for x, dtype in zip(local, wide, strict=True)]
     parts, specs = [], dict[Any, DTensorSpec]()  # most tensors of a list lie alike
     for x, norm in zip(of, made, strict=True):
         spec = x._dtensor._spec

@@ -210,6 +210,10 @@ def check_odd_norms():
             assert x.norm().dtype == dtype
             torch.testing.assert_close(x.norm(), like.norm())
             torch.testing.assert_close(torch._foreach_norm([x])[0].full_tensor().to(dtype), like.norm())
+    dense = [drawn(8, 6).mul(600).half(), drawn(4), drawn(4, seed=1).double()]
+    mine = [on_grid(x, mesh, [Shard(0)]) for x in dense]
+    for x, like in zip(torch._foreach_norm(mine), torch._foreach_norm(dense), strict=True):
+        torch.testing.assert_close(x.full_tensor().to(like.dtype), like)
     numbers = torch.tensor([2.0, 3.0])
     dense = [[drawn(8, 6, seed=i), drawn(4, seed=i)] for i in range(3)]
     mine = [[on_grid(x, mesh, [Shard(0)]) for x in xs] for xs in dense]
