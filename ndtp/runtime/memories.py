@@ -50,8 +50,8 @@ class Memories:
 
 
 def memories_of(x: Any) -> Any:
-    """Return the memories of a parameter of the grid; any other tensor as it is."""
-    if not hasattr(x, "ndtp_memories"):
+    """Return the memories of a parameter of the grid; any other tensor, such as one of a dry run, as it is."""
+    if not hasattr(x, "_dtensor"):
         return x
     if x.ndtp_memories is None:
         x.ndtp_memories = Memories(x._dtensor._local_tensor)

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 
 from ndtp.runtime.dtensor_rules import dtensor_of, is_odd
 from ndtp.runtime.facts import digest
-from ndtp.runtime.grid_parts import clear
+from ndtp.runtime.grid_parts import clear, on_every_rank
 from ndtp.runtime.reads import NamedRead
 
 PLAIN = (int, float, complex, str, type(None))  # a bool is an int
@@ -104,7 +104,7 @@ def norms_on_shards(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
             clear(x)
     local = [x._dtensor._local_tensor for x in of]
     # Norms of 16 bits would be squared in 16 bits where ranks add them up.
-    wide = [torch.float32 if x.dtype in NARROW else None for x in local]
+    wide = [torch.float32 if x.dtype in NARROW and any(map(Placement.is_shard, x.placements)) else None for x in of]
     if is_list and len({*wide}) == 1:
         made = func(local, order, dtype=wide[0])
     else:
@@ -130,8 +130,8 @@ def is_joint(placement: Any) -> bool:
     return isinstance(placement, _NormPartial) or (placement.is_partial() and placement.reduce_op == "max")
 
 
-def joined_norms(kind: Any, norms: Sequence[Any]) -> Tensor | None:
-    """Return the norm of the norms of several tensors, [1], which every rank has; None of other norms.
+def joined_norms(kind: Any, norms: Sequence[Any]) -> Any:
+    """Return the norm of the norms of several tensors, [1], as one that every rank has; None of other norms.
 
     Torch asks for the norm of all norms, and for none of them.  A number travels instead of one for each tensor, so
     that ranks which clip the gradients of other tensors do not meet in collectives of other sizes.
@@ -160,7 +160,8 @@ def joined_norms(kind: Any, norms: Sequence[Any]) -> Tensor | None:
     named = names[0] if len(names) == 1 else f"{len(names)} tensors (names {digest(names):x})"
     dtypes = [getattr(x, "ndtp_norm_of", x.dtype) for x in norms]
     with NamedRead(result, "norm", named):
-        return result.full_tensor().to(reduce(torch.promote_types, dtypes))
+        whole = result.full_tensor().to(reduce(torch.promote_types, dtypes))
+    return kind(on_every_rank(whole, result))
 
 
 def _lists(kind: Any, func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any], list[Any]] | None:
