@@ -12,6 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from functools import partial
 from itertools import count
+from operator import itemgetter
 from typing import Any
 from weakref import ref
 from zlib import crc32
@@ -50,7 +51,7 @@ from ndtp.runtime.reads import facts_of_reads, reads_since
 from ndtp.runtime.region import may_compare
 
 _NUMBERS = count()  # models that ranks split in the same order have the same
-_PLACES = 64  # of inputs of real numbers, by their names: two that are exchanged are seen
+_name: Any = itemgetter(0)
 SELDOM = 16  # calls without gradients for each that looks at all modules
 
 
@@ -178,8 +179,7 @@ class SameCalls:
         inputs = inputs_of(type(module), args, kwargs) if self.whole_inputs else []
         found, optimizers = modes(device_type), steps.taken_settings()
         of_rows: list[Any] = [fact[:2] for fact in last] if last else []
-        for name, value in inputs:
-            self._look_at(name, value, of_rows, numbers)
+        self._look_at(inputs, of_rows, numbers)
         accumulates, backwards, taken = self.mesh.step.partial_sums.depth, self.backwards, steps.taken
         (factor, changed), loaded, self._operands = steps.between.taken(), self.mesh.step.taken_loaded(), []
         has_leaf = wants_gradients(args, kwargs)
@@ -219,31 +219,35 @@ class SameCalls:
         """Return what was read since the last point of tensors of which all ranks with the same rows have parts."""
         return reads_since(self.mesh.device_mesh, self._all_axes)
 
-    def _look_at(self, name: str, value: Any, of_rows: list[Any], numbers: dict[str, Fingerprint]) -> None:
-        """Add what is compared of an input; hashes on an accelerator are compared at a later point."""
-        of_rows.append(name)
-        if not isinstance(value, Tensor):
-            of_rows.append(value)
-            return
-        dtype, where = value.dtype, value.device.type
-        of_rows += (value.shape, dtype, where)
-        if type(value) is not Tensor and type(value) is not nn.Parameter:
-            return
-        if dtype.is_floating_point or dtype.is_complex:
-            if value.is_meta:
-                return
-            if dtype.itemsize < 4:
+    def _look_at(self, inputs: Sequence[tuple[str, Any]], of_rows: list[Any], numbers: dict[str, Fingerprint]) -> None:
+        """Add what is compared of inputs; what an accelerator computes of them is compared at a later point."""
+        real: list[tuple[str, Tensor]] = []
+        for name, value in inputs:
+            of_rows.append(name)
+            if not isinstance(value, Tensor):
+                of_rows.append(value)
+                continue
+            dtype, where = value.dtype, value.device.type
+            of_rows += (value.shape, dtype, where)
+            if where == "meta" or (type(value) is not Tensor and type(value) is not nn.Parameter):
+                continue
+            if dtype.is_floating_point or dtype.is_complex:
+                real.append((name, value))
+            elif value.layout is torch.strided and not value.is_quantized:
+                if where == "cpu":
+                    of_rows.append(crc32(value.numpy().tobytes()))
+                else:
+                    seen: Any = hash_of(value)
+                    self.late.append((Fact(f"input {name} of the last call: values", "", self._rows), seen))
+        # Each has a place of its own by its name, in whatever order they are given: two that are exchanged are seen.
+        for place, (name, value) in enumerate(sorted(real, key=_name), len(numbers)):
+            if value.dtype.itemsize < 4:
                 self.tolerance = COARSE
-            found = projection_of(value, crc32(name.encode()) % _PLACES)  # in whatever order they are given
+            found = projection_of(value, place)
             if isinstance(found, Fingerprint):
                 numbers[f"input {name}"] = found
             else:
                 self.late_numbers[f"input {name} of the last call"] = found
-        elif where == "cpu" and value.layout is torch.strided and not value.is_quantized:
-            of_rows.append(crc32(value.numpy().tobytes()))
-        elif where != "meta" and value.layout is torch.strided and not value.is_quantized:
-            seen: Any = hash_of(value)
-            self.late.append((Fact(f"input {name} of the last call: values", "", self._rows), seen))
 
     def _of_last(self) -> tuple[list[Fact], dict[str, Fingerprint]]:
         """Return what is known of the last call since it began, and what an accelerator has computed since then."""
@@ -314,8 +318,7 @@ class SameCalls:
         reads = self._reads()
         of_rows += reads
         operands, self._operands = self._operands, []
-        for name, value in operands:
-            self._look_at(name, value, of_rows, numbers)
+        self._look_at(operands, of_rows, numbers)
         form = None
         if is_looked_at and not grad.is_meta:
             form = grad.shape, grad.dtype, grad.device.type

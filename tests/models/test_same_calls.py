@@ -235,6 +235,26 @@ def called_in_orders(kind, given):
         return str(error)
 
 
+class OfMany(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, **inputs):
+        return sum(map(self.layer, inputs.values()))
+
+
+def called_exchanged(given):
+    """What a rank says where one rank exchanges the values of the first and the last argument."""
+    mesh = ProcessGrid(Grid(x=2), timeout=60)
+    model = ndtp.parallelize(OfMany(), mesh, scheme="1d", example=given)
+    own = {**given, "part0": given["part65"], "part65": given["part0"]} if mesh.rank else given
+    try:
+        model(**own)
+    except MismatchError as error:
+        return str(error)
+
+
 def called_without(kind, given):
     """What a rank says where one rank leaves out the last argument."""
     keys = list(given)[: 1 if dist.get_rank() else 2]
@@ -251,6 +271,8 @@ def test_arguments_by_name_may_come_in_any_order_where_forward_names_them(ranks)
     for said in ranks(2).run(called_without, OfParts, {"left": x, "right": x + 1}):
         assert "input right: rank 1 has nothing" in said and "the same rows on all ranks" in said
         assert "in order" not in said
+    for said in ranks(2).run(called_exchanged, {f"part{i}": torch.full((2,), float(i)) for i in range(66)}):
+        assert "input part0: rank 1 has norm 91.9239" in said and "all of the inputs" not in said
 
 
 def bytes_of_a_step():

@@ -17,6 +17,7 @@ import ndtp
 from ndtp import Grid, MismatchError
 from ndtp.models.same_weights import _lines
 from ndtp.runtime.facts import Fingerprint, hash_of_content, projection_of
+from ndtp.runtime.memories import memories_of
 from ndtp.runtime.reads import reads_since
 from ndtp.runtime.versions import Versions, refuse_changed, version_of
 
@@ -56,6 +57,9 @@ def test_versions_say_what_has_changed():
     with torch.inference_mode():
         uncounted = Versions([torch.ones(3)])
     assert uncounted.of_new(uncounted.now()) == uncounted.now()
+    plain = nn.Parameter(n)  # as a dry run makes one of a parameter of the grid, with its attributes
+    plain.ndtp_memories = None
+    assert memories_of(plain) is plain
 
 
 class Noisy(nn.Module):
