@@ -126,8 +126,8 @@ def plan(
 
     if (decode or batch is not None) and model is None:
         raise GridError("plan: --decode and --batch take --model, the path of a config.json")
-    if decode and (emit or plot or tokens or tp_within_node or objective != "time"):
-        raise GridError("plan: --decode has no --emit, --plot, --tokens, --tp-within-node or other objective")
+    if decode and (plot or tokens or tp_within_node or objective != "time"):
+        raise GridError("plan: --decode has no --plot, --tokens, --tp-within-node or other objective")
     if model is None and (hidden is None or ffn is None):
         raise GridError("plan: give --hidden and --ffn, or --model with the path of a config.json")
     if model is not None and (hidden is not None or ffn is not None or gated or experts is not None):
@@ -143,7 +143,9 @@ def plan(
         if decode:
             question_of_decoding = decode_question(asked, sizes, batch)
             say_model(out, sizes)
-            write_json(json_file, answer_decode(out, question_of_decoding, top) | {"model": model_as_dict(sizes)})
+            write_json(
+                json_file, answer_decode(out, question_of_decoding, top, model, emit) | {"model": model_as_dict(sizes)}
+            )
             return
         if (question := question_of(asked, sizes)) is not None:
             say_model(out, sizes)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from ndtp.cli.common import print_table
+from ndtp.cli.common import print_table, writing
 from ndtp.cli.plan_model import Asked, config_of, length_of
 from ndtp.cli.planned_model import check_generates
 from ndtp.errors import GridError
@@ -42,9 +43,15 @@ def decode_question(asked: Asked, model: ModelSizes | CountedModel, batch: int |
     )  # fmt: skip
 
 
-def answer_decode(out: Any, question: DecodeQuestion, top: int) -> dict[str, Any]:
-    """Print the choices, and for which batches each scheme wins; return the result for `--json`."""
+def answer_decode(out: Any, question: DecodeQuestion, top: int, path: str, emit: Path | None) -> dict[str, Any]:
+    """Print the choices, and for which batches each scheme wins; return the result for `--json`.
+
+    Args:
+        path: of the model's config.
+        emit: the file that gets the program of the first choice.
+    """
     from ndtp.planner.decode import choose_decode, winners
+    from ndtp.planner.decode_program import decode_program, grid_of
 
     choices = choose_decode(question, top)
     print_table(out, _table(choices))
@@ -54,10 +61,12 @@ def answer_decode(out: Any, question: DecodeQuestion, top: int) -> dict[str, Any
     for first, last, choice in won:
         of = f"{first} sequences" if first == last else f"{first} to {last} sequences"
         out.print(f"  {of}: {choice.scheme}, {choice.seconds * 1e3:.3g} ms a step at {first}", highlight=False)
-    axes = {axis: size for axis, size in best.sizes.items() if size > 1} or {"x": 1}
-    grid = ", ".join(f"{axis}={size}" for axis, size in axes.items())
-    out.print(f"  mesh = ndtp.ProcessGrid(ndtp.Grid({grid}))", highlight=False, soft_wrap=True)
+    out.print(f"  mesh = ndtp.ProcessGrid(ndtp.Grid({grid_of(best)}))", highlight=False, soft_wrap=True)
     out.print(f'  model = ndtp.parallelize(model, mesh, scheme="{best.scheme}")', highlight=False, soft_wrap=True)
+    if emit is not None:
+        with writing(emit):
+            emit.write_text(decode_program(best, str(Path(path).absolute())))  # it may be started in another folder
+        out.print(f"wrote {emit}")
     return {
         "plans": [_as_dict(each) for each in choices],
         "wins": [{"from": first, "to": last, "scheme": each.scheme} for first, last, each in won],

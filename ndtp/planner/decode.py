@@ -124,7 +124,8 @@ def choose_decode(question: DecodeQuestion, limit: int | None = 10) -> list[Deco
         given = " ".join(f"{axis}={size}" for axis, size in question.fixed.items())
         raise GridError(
             f"plan: no scheme splits {question.model.heads} heads and a batch of {question.batch} over "
-            f"{question.ranks} ranks" + f", with {given}" * bool(given) + "\n  fix: ranks that divide the heads"
+            f"{question.ranks} ranks" + f", with {given}" * bool(given) + "\n  fix: ranks that divide the heads, and a "
+            "--batch that dp divides"
         )
     fits = [each for each in every if each.memory <= question.room]
     if not fits:

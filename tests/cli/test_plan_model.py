@@ -5,6 +5,8 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
 import ndtp.testing
 
@@ -147,6 +149,27 @@ def test_the_program_that_it_writes_runs(ndtp, config, tmp_path, fixed, ranks, m
     losses = [each for each in ndtp_run(_run, ranks, (file.read_text(),)) if each[0] is not None]
     assert losses and all(abs(loss[0] - math.log(64)) < 0.5 for loss in losses)
     assert f"--nproc-per-node {1}" in file.read_text()
+
+
+def test_the_program_that_decode_writes_gives_the_tokens_of_dense(ndtp, config, tmp_path):
+    """It takes the weights beside the config, wherever it is started."""
+    file, path = tmp_path / "serve.py", config(TINY)
+    model = _saved(path)
+    words = ("--ranks", "2", "--batch", "3", "--sequence", "16", "--hardware", "cpu", "--dtype", "fp32")
+    code, _, said = ndtp("plan", "--decode", "--model", path, *words, "--fix", "y=2", "--emit", str(file))
+    assert code == 0, said
+    text = file.read_text().replace("= 3, 16, 32", "= 3, 6, 5")
+    torch.manual_seed(0)
+    ids = torch.randint(64, (3, 6))
+    tokens = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False)
+    assert ndtp_run(_run, 2, (text,)) == [tokens.tolist()] * 2
+
+
+def _saved(path):
+    config = transformers.AutoConfig.from_pretrained(path)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(Path(path).parent)
+    return model
 
 
 def ndtp_run(function, ranks, arguments):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 import updates
 from program import Step
-from sides import Dense
+from sides import REFUSAL, Dense
 from torch import Tensor, nn
 from training import backward, forward, is_all_sharded, train
 
@@ -76,10 +76,10 @@ def _differentiate_unchanged(side: Dense, model: nn.Module, step: Step, weight: 
 
 
 def create_graph(side: Dense, step: Step, label: str) -> None:
-    """Refused at the first backward; dense torch can do it."""
-    model = side.models[step.model]
+    """A gradient of a gradient: as dense has it, or refused at the first backward; a stack of ndtp's layers refuses."""
+    model, is_model = side.models[step.model], side.program.family == "model"
     model.zero_grad()
-    if type(side) is Dense:
+    if type(side) is Dense and not is_model:
         return
     units = [side.program.units[use] for use in side.program.uses]
     if not any(unit.kind in ("mlp", "gated", "pair", "linear", "matmul", "sequential", "residual") for unit in units):
@@ -87,14 +87,18 @@ def create_graph(side: Dense, step: Step, label: str) -> None:
     if any(unit.checkpoint or unit.compiled for unit in units):
         return  # torch itself refuses some, and what is compiled when it is differentiated again
     x = side.cut(side.values(side.shape(), step.seed), side.start).requires_grad_()
-    loss = side.loss(model(x).sum())
+    loss = side.loss(model(x).pow(2).sum())
     try:
-        torch.autograd.grad(loss, x, create_graph=True)
+        (first,) = torch.autograd.grad(loss, x, create_graph=True)
+        if is_model:
+            side.record(f"{label} second gradient", torch.autograd.grad(first.pow(2).sum(), x)[0], side.start)
+        else:
+            side.record(f"{label} was not refused", "")
     except RuntimeError as error:
         if "create_graph" not in str(error):
             raise
-    else:
-        side.record(f"{label} was not refused", "")
+        if is_model:
+            side.record(f"{label} second gradient", REFUSAL)
     side.discard()
 
 

@@ -6,6 +6,18 @@ from ndtp.planner.training.choose import SplitChoice
 from ndtp.planner.training.sequences import attention_of, rows_axis
 from ndtp.planner.training.splits import STEP_AXES
 
+START = """\
+def start():
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if cuda else "gloo")
+    torch.manual_seed(0)  # the same weights on every rank
+    return device
+"""
+
 HEAD = '''"""{title}
 
     torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-backend c10d --rdzv-endpoint HOST:29500 FILE
@@ -30,16 +42,7 @@ def next_batch(device):
     return torch.randint({vocabulary}, (SEQUENCES * MICRO_BATCHES, LENGTH), device=device)
 
 
-def start():
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        dist.init_process_group("nccl" if cuda else "gloo")
-    torch.manual_seed(0)  # the same weights on every rank
-    return device
-
+{start}
 
 def dense(device):
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(CONFIG)).to(torch.{dtype})
@@ -125,7 +128,7 @@ def program(choice: SplitChoice, config: str) -> str:
     dtype = {"float8": "bfloat16"}.get(choice.practice.dtype, choice.practice.dtype)
     head = HEAD.format(
         title=f"{question.model.name} on {question.ranks} ranks: {s}.", nodes=max(1, question.ranks // per_node),
-        per_node=per_node, config=config, sequences=int(s.micro * s.z), length=question.model.sequence,
+        start=START, per_node=per_node, config=config, sequences=int(s.micro * s.z), length=question.model.sequence,
         micro_batches=choice.micro_batches, vocabulary=question.model.vocabulary, dtype=dtype, checkpoint=again,
     )  # fmt: skip
     if s.pp == 1:

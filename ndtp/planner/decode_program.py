@@ -1,0 +1,76 @@
+"""The Python and the torchrun line that run a choice for decoding.  Pure text."""
+
+from __future__ import annotations
+
+from ndtp.planner.decode import DecodeChoice
+from ndtp.planner.training.program import START
+
+PROGRAM = '''"""{title}
+
+    torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-backend c10d --rdzv-endpoint HOST:29500 FILE
+"""
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import ndtp
+
+CONFIG = {config!r}
+SEQUENCES, LENGTH, NEW_TOKENS = {sequences}, 16, 32  # of one data-parallel rank; LENGTH + NEW_TOKENS lie in the cache
+
+
+def prompts(device):
+    """Put your prompts here: other ones on every data-parallel rank, the same on those that share them."""
+    return torch.randint({vocabulary}, (SEQUENCES, LENGTH), device=device)
+
+
+{start}
+
+def dense(device):
+    """Return the model with the weights beside its config; with random ones where there are none."""
+    folder = Path(CONFIG).parent
+    if any(folder.glob("*.safetensors")):
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.{dtype}).to(device)
+    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(CONFIG)).to(device, torch.{dtype})
+
+
+def main():
+    device = start()
+    mesh = ndtp.ProcessGrid(ndtp.Grid({grid}))
+    model = ndtp.parallelize(dense(device).eval(), mesh, scheme={scheme!r})
+    ids = prompts(device)
+    return model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False
+    ).tolist()
+
+
+if __name__ == "__main__":
+    print(main())
+    dist.destroy_process_group()
+'''
+
+
+def grid_of(choice: DecodeChoice) -> str:
+    """Return the arguments of `ndtp.Grid`: the axes that are no 1, or one axis of one rank."""
+    axes = {axis: size for axis, size in choice.sizes.items() if size > 1} or {"x": 1}
+    return ", ".join(f"{axis}={size}" for axis, size in axes.items())
+
+
+def decode_program(choice: DecodeChoice, config: str) -> str:
+    """Return the program that continues sequences by a choice.
+
+    Args:
+        config: the path of the model's `config.json`.
+    """
+    question = choice.question
+    per_node = min(question.ranks, question.hardware.ranks_per_node)
+    return PROGRAM.format(
+        title=f"{question.model.name} on {question.ranks} ranks: {choice}.", nodes=max(1, question.ranks // per_node),
+        per_node=per_node, config=config, sequences=-(-question.batch // choice.sizes.get("dp", 1)),
+        vocabulary=question.model.vocabulary, start=START, dtype=question.dtype, grid=grid_of(choice),
+        scheme=choice.scheme,
+    )  # fmt: skip
