@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ndtp.compute.constants import numbers_on
+from ndtp.compute.partial_attention import causal_attention
 
 Drop = Callable[..., Tensor]
 
@@ -95,9 +96,14 @@ def _core(
     drop: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute attention of queries [sequences, heads, .., d] that begin at `position`."""
-    at_once = position == 0 and q.shape[2] == k.shape[2] and sees.window is None and mask is None and drop is None
-    if at_once or q.shape[2] == 0:
+    is_plain = sees.window is None and mask is None and drop is None
+    if (is_plain and position == 0 and q.shape[2] == k.shape[2]) or q.shape[2] == 0:
         return F.scaled_dot_product_attention(q, k, v, is_causal=sees.causal, scale=scale, enable_gqa=shared)
+    if is_plain and sees.causal and q.shape[2] > 1:
+        return causal_attention(q, k, v, position, scale)
+    if is_plain:  # a token at the end, which sees all keys
+        stop = position + 1 if sees.causal else k.shape[2]
+        return F.scaled_dot_product_attention(q, k[:, :, :stop], v[:, :, :stop], scale=scale, enable_gqa=shared)
     queries = torch.arange(position, position + q.shape[2], device=q.device)
     seen = sees.mask(queries, torch.arange(k.shape[2], device=q.device))
     if seen is not None and mask is not None:

@@ -9,7 +9,7 @@ log-sum-exps, and take the whole's; products by hand stand in where a kernel doe
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,14 @@ class Seen(Protocol):
 
     @property
     def is_causal(self) -> bool: ...
+
+
+class SeenKeys(NamedTuple):
+    """A `Seen`."""
+
+    queries: slice
+    keys: slice
+    is_causal: bool
 
 
 class Merged:
@@ -82,6 +90,13 @@ class Gradients:
             for total, where, grad in zip((self.dq, dk, dv), (rows, columns, columns), found, strict=True):
                 total[..., where, :] += grad
         return dk, dv
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float | None = None) -> Tensor:
+    """Attend, from position `start` on, to keys of the whole sequence up to each query's own."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    result: Tensor = _Causal.apply(q, k, v, start, scale)  # type: ignore[no-untyped-call]
+    return result
 
 
 def attend(
@@ -175,3 +190,31 @@ def _scores(q: Tensor, k: Tensor, scale: float, part: Seen, mask: Tensor | None)
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
         mask = seen if mask is None else mask & seen
     return scores if mask is None else scores.masked_fill(~mask, -torch.inf)
+
+
+class _Causal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -> Tensor:
+        merged, parts = Merged(q, v.shape[-1]), _pieces_from(start, q, k)
+        merged.see(q, k, v, parts, scale)
+        out = merged.out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, merged.lse)
+        ctx.parts, ctx.scale = parts, scale
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        own = Gradients(grad, q, out, lse, ctx.scale)
+        dk, dv = own.see(k, v, ctx.parts)
+        return own.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+
+
+def _pieces_from(start: int, q: Tensor, k: Tensor) -> list[SeenKeys]:
+    """Return the keys in front of the queries, which all of them see, and their own; rows of padding see none."""
+    stop = min(start + q.shape[-2], k.shape[-2])
+    if stop <= start:
+        return []
+    queries, own = slice(0, stop - start), SeenKeys(slice(0, stop - start), slice(start, stop), True)
+    return [SeenKeys(queries, slice(0, start), False), own] if start else [own]

@@ -1,4 +1,4 @@
-"""Attention of sequences that are split over ranks, by products that merge: over a ring, or to gathered keys.
+"""Attention of sequences that are split over ranks: a ring, whose products merge.
 
 q, k, v    [batch, heads, positions / p, d]     this rank's part of every sequence
 returns    [batch, heads, positions / p, d of v]
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ndtp.algebra.attention_pieces import pieces
 from ndtp.algebra.ring_plan import RingPlan
 from ndtp.algebra.steps import Step
 from ndtp.algebra.wire import BACK
@@ -46,13 +45,6 @@ def ring_attention(
     enter(mesh, plan, q)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     result: Tensor = _Ring.apply(q, k, v, mask, plan, mesh, scale)  # type: ignore[no-untyped-call]
-    return result
-
-
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float | None = None) -> Tensor:
-    """Attend, from position `start` on, to keys of the whole sequence up to each query's own."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    result: Tensor = _Causal.apply(q, k, v, start, scale)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -140,30 +132,6 @@ def _masks(mask: Tensor | None, q: Tensor, k: Tensor, groups: int | None = None)
     if mask is None or mask.dim() < 3 or mask.shape[-3] == 1:
         return [mask] * count
     return list(mask.chunk(count, -3))
-
-
-class _Causal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -> Tensor:
-        merged, parts = Merged(q, v.shape[-1]), _pieces_from(start, q, k)
-        merged.see(q, k, v, parts, scale)
-        out = merged.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, merged.lse)
-        ctx.parts, ctx.scale = parts, scale
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        q, k, v, out, lse = ctx.saved_tensors
-        own = Gradients(grad, q, out, lse, ctx.scale)
-        dk, dv = own.see(k, v, ctx.parts)
-        return own.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
-
-
-def _pieces_from(start: int, q: Tensor, k: Tensor) -> Any:
-    keys = k.shape[-2]
-    return pieces([range(start, start + q.shape[-2])], [range(keys)], keys, True)
 
 
 class PackedForm(NamedTuple):

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from ndtp.algebra.attention_ways import AttentionWays
 from ndtp.algebra.ring_plan import RingPlan
+from ndtp.compute.partial_attention import causal_attention
 from ndtp.compute.traces import is_autocast_on
 from ndtp.errors import LayoutError
-from ndtp.ops.ring_attention import causal_attention, ring_attention
+from ndtp.ops.ring_attention import ring_attention
 from ndtp.split.moving import brought, moved
 from ndtp.split.repeated import once
 from ndtp.split.spec import Axes, Spec, layout_of

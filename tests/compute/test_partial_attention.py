@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from ndtp.algebra.attention_pieces import pieces
+from ndtp.compute.attention import Sees, attend
 from ndtp.compute.partial_attention import Gradients, Merged
 
 LENGTH = 11
@@ -58,3 +59,26 @@ def test_equals_attention_at_once(form, features):
         torch.testing.assert_close(dk[..., : len(real), :], k.grad[..., real, :])
         torch.testing.assert_close(dv[..., : len(real), :], v.grad[..., real, :])
     torch.testing.assert_close(back.dq[..., : len(here), :], q.grad[..., here, :])
+
+
+@pytest.mark.parametrize("begin, end, past", [(3, 7, 0), (0, 4, 5), (6, 7, 0)])
+def test_queries_behind_others_take_no_mask_of_positions(begin, end, past, monkeypatch):
+    """Kernels know of a triangle, and of no offset: what lies in front of it is a product of its own."""
+    sees = Sees(causal=True)
+    q, k, v = (torch.randn(size, dtype=torch.float64, requires_grad=True) for size in (
+        (end - begin, 4, 8), (1, past + 7, 2, 8), (1, past + 7, 2, 8)
+    ))  # fmt: skip
+    queries, keys = torch.arange(past + begin, past + end), torch.arange(past + 7)
+    seen = sees.mask(queries, keys)
+    monkeypatch.setattr(Sees, "mask", None)
+    ours = attend(q, k, v, (0, 0, 1, 1), begin, 7, sees)
+    wide = [x.repeat_interleave(2, 2).transpose(1, 2) for x in (k, v)]
+    theirs = F.scaled_dot_product_attention(q.transpose(0, 1)[None], *wide, attn_mask=seen)
+    weights = torch.randn_like(ours)
+    ours.mul(weights).sum().backward()
+    grads = [x.grad.clone() for x in (q, k, v)]
+    for x in (q, k, v):
+        x.grad = None
+    theirs[0].transpose(0, 1).mul(weights).sum().backward()
+    torch.testing.assert_close(ours, theirs[0].transpose(0, 1))
+    torch.testing.assert_close(grads, [x.grad for x in (q, k, v)])
