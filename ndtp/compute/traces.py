@@ -17,6 +17,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ndtp.errors import LayoutError
 
+TORCHSCRIPT = (
+    "this model is split over ranks, and TorchScript would hold this rank's part of it\n"
+    "  fix: torch.compile(model); or the dense model, with the weights of save_pretrained() or state_dict()"
+)
 _SELECTIVE = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")  # of torch.utils.checkpoint
 _modes_on = torch._C._len_torch_dispatch_stack  # type: ignore[attr-defined]
 
@@ -38,7 +42,8 @@ def is_in_transform() -> bool:
 
 
 def refuse_traces(what: str, exports: bool = True) -> None:
-    """Refuse a transform of torch.func, a trace by make_fx, a selective checkpoint, and tensors without values.
+    """Refuse a transform of torch.func, a trace by torch.jit or make_fx, a selective checkpoint, and tensors without
+    values.
 
     torch.compile has a way of its own, and a layer of `ndtp.nn` is one operation of what torch.export makes.
 
@@ -56,6 +61,8 @@ def refuse_traces(what: str, exports: bool = True) -> None:
                 "  fix: export the dense model; save_pretrained() and state_dict() give its weights"
             )
         return
+    if torch._C._get_tracing_state() is not None:  # of torch.jit.trace, and of ONNX without dynamo
+        raise LayoutError(f"{what}, in torch.jit: {TORCHSCRIPT}")
     if peek_interpreter_stack() is not None:
         raise LayoutError(
             f"{what}: torch.func transforms look past the shards of a split model\n  fix: loss.backward(), or "

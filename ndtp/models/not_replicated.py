@@ -7,13 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from ndtp.compute.traces import TORCHSCRIPT
 from ndtp.errors import LayoutError
 from ndtp.models.adopted import class_of
-
-_TORCHSCRIPT = (
-    "torch.jit: this model is split over ranks, and TorchScript would hold this rank's part of it\n"
-    "  fix: torch.compile(model); or the dense model, with the weights of save_pretrained() or state_dict()"
-)
 
 
 class NotReplicated:
@@ -24,7 +20,7 @@ class NotReplicated:
         """DDP looks for this first, and TorchScript before it traces; to others it is not there."""
         asks = sys._getframe(1).f_globals.get("__name__", "")
         if asks == "torch._jit_internal":
-            raise LayoutError(_TORCHSCRIPT)
+            raise LayoutError(f"torch.jit: {TORCHSCRIPT}")
         if asks != "torch.nn.parallel.distributed":
             raise AttributeError("_ddp_params_and_buffers_to_ignore")
         raise LayoutError(
@@ -34,7 +30,7 @@ class NotReplicated:
 
     def __prepare_scriptable__(self) -> Any:
         """Refuse torch.jit.script, which asks every module for this first."""
-        raise LayoutError(_TORCHSCRIPT)
+        raise LayoutError(f"torch.jit: {TORCHSCRIPT}")
 
 
 def not_replicated(model: nn.Module) -> None:

@@ -327,6 +327,7 @@ OPERATIONS = {
     "`torch.func.grad`": (tracing_after.differentiated, REFUSED, REFUSED),
     "`torch.func.vmap`": (tracing_after.mapped, REFUSED, REFUSED),
     "`torch.jit.trace`": (tracing_after.traced, REFUSED, REFUSED),
+    "`torch.jit.trace` of a function, `torch.onnx.export`": (tracing_after.traced_in_a_function, REFUSED, REFUSED),
     "`torch.ao.quantization.quantize_dynamic`": (tracing_after.quantised, REFUSED, REFUSED),
     "`torch.jit.script`": (tracing_after.scripted, REFUSED, REFUSED),
     "`torch.export.export`": (tracing_after.exported, REFUSED, REFUSED),

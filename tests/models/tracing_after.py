@@ -21,6 +21,11 @@ def traced(kind, model):
     return torch.jit.trace(model, (IDS,), check_trace=False)
 
 
+def traced_in_a_function(kind, model):
+    """As ONNX without dynamo does: the model is no module of what is traced."""
+    return torch.jit.trace(lambda ids: model(input_ids=ids)[0], (IDS,), check_trace=False)
+
+
 def scripted(kind, model):
     return torch.jit.script(torch.nn.Sequential(model))
 
