@@ -77,7 +77,9 @@ def volume(
     hidden: Annotated[int | None, typer.Option(callback=SIZE, help="Features outside of the block: 4096.")] = None,
     ffn: Annotated[int | None, typer.Option(callback=SIZE, help="Features inside of the block: 16384.")] = None,
     model: ModelOption = None,
-    sequence: Annotated[int, typer.Option(callback=SIZE, help="Length of a model's sequences.")] = 2048,
+    sequence: Annotated[
+        int | None, typer.Option(callback=SIZE, help="Length of a model's sequences: 2048, or what its config allows.")
+    ] = None,
     target: Annotated[int | None, typer.Option(callback=SIZE, help="Length of its decoder's, if other.")] = None,
     fix: FixOption = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.", callback=one_of(*DTYPES))] = "bf16",
@@ -105,7 +107,7 @@ def volume(
             raise typer.BadParameter(message, param_hint="--model")
         axes = axis_sizes(" ".join(fix or []), "--fix", EXPERT_AXES)
         return of_model(
-            model, ranks, tokens or ranks * sequence, sequence, target, DTYPES[dtype], Wire.of(wire), top, axes,
+            model, ranks, tokens, sequence, target, DTYPES[dtype], Wire.of(wire), top, axes,
             json_file, csv_file, plot,
         )  # fmt: skip
     if fix or target is not None:

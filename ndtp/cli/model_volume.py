@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from rich.table import Table
 from ndtp.algebra.volume import Volume
 from ndtp.algebra.wire import Wire
 from ndtp.cli.common import console, print_table, write_json
+from ndtp.cli.planned_model import length_at
 from ndtp.cli.progress import Bar
 from ndtp.cli.volume_files import Line, draw, write_csv
 from ndtp.errors import GridError, LayoutError
@@ -18,12 +20,14 @@ from ndtp.errors import GridError, LayoutError
 if TYPE_CHECKING:
     from ndtp.measure.model_volume import GridCandidate
 
+LONGEST = 2048  # tokens of a sequence where nobody says how many
+
 
 def of_model(
     path: str,
     ranks: int,
-    tokens: int,
-    sequence: int,
+    tokens: int | None,
+    sequence: int | None,
     target: int | None,
     dtype: str,
     wire: Wire | None,
@@ -36,7 +40,8 @@ def of_model(
     """Runs the model's own code on ranks that are not there, once for each grid.
 
     Raises:
-        GridError: no transformers, no model that can be planned, or rows that are no number of sequences.
+        GridError: no transformers, no model that can be planned, rows that are no number of sequences, or sequences
+            that are longer than the model takes.
     """
     import torch
 
@@ -49,8 +54,9 @@ def of_model(
 
     if not is_installed():
         raise GridError("bench volume: --model runs the model's own code\n  fix: pip install transformers")
-    sequences = _sequences(tokens, sequence)
     config, what = read_file(path)
+    sequence, longest, tokens = _sizes(path, ranks, tokens, sequence)
+    sequences = _sequences(tokens, sequence)
     counted, hardware = count_config(config, what), Hardware.load("h100-ib")
     request = Request(counted.blocks(tokens), ranks, hardware, dtype=dtype, fixed=dict(fixed), wire=wire)
     chosen = candidates(request, top)
@@ -60,25 +66,31 @@ def of_model(
         for i, candidate in enumerate(chosen):
             row = _described(candidate)
             try:
-                volume = volume_of.on(candidate, sequences)
+                with _of_length(sequence, longest, counted.kind):
+                    volume = volume_of.on(candidate, sequences)
             except LayoutError as error:
                 rows.append(row | {"refused": str(error)})
             else:
                 lines.append(Line(str(candidate), candidate.scheme, volume))
                 rows.append(row | _in_bytes(volume))
             bar.update(i + 1)
-    sent = f" as {wire}" if wire else ""
-    title = f"{counted.kind}, {sequences} sequences of {sequence}, {dtype}{sent}, {ranks} ranks"
+    title = (
+        f"{counted.kind}, {sequences} sequences of {sequence}, {dtype}{f' as {wire}' if wire else ''}, {ranks} ranks"
+    )
     print_table(out, _table(title, chosen, rows))
+    _write(out, title, lines, csv_file, plot)
+    write_json(json_file, {
+        "model": counted.kind, "ranks": ranks, "tokens": tokens, "sequence": sequence, "target": target,
+        "dtype": dtype, "wire": wire and str(wire), "rows": rows, "ok": bool(lines),
+    })  # fmt: skip
+
+
+def _write(out: Any, title: str, lines: list[Line], csv_file: Path | None, plot: Path | None) -> None:
     write_csv(csv_file, lines)
     if plot is not None:
         draw(plot, title, lines)
     for file in filter(None, (csv_file, plot)):
         out.print(f"wrote {file}")
-    write_json(json_file, {
-        "model": counted.kind, "ranks": ranks, "tokens": tokens, "sequence": sequence, "target": target,
-        "dtype": dtype, "wire": wire and str(wire), "rows": rows, "ok": bool(lines),
-    })  # fmt: skip
 
 
 def _table(title: str, chosen: list[Any], rows: list[dict[str, Any]]) -> Table:
@@ -99,6 +111,31 @@ def _table(title: str, chosen: list[Any], rows: list[dict[str, Any]]) -> Table:
         table.add_row(str(candidate), candidate.scheme, *cells, f"{row['bytes'] / max(1, least):.2f}", most)
     table.caption = "As model.ndtp_report.volume says on these grids: loss, norms and embedding included."
     return table
+
+
+def _sizes(path: str, ranks: int, tokens: int | None, sequence: int | None) -> tuple[int, int, int]:
+    """Return the length of the sequences, how long they may be by the model's config, and the rows of a step."""
+    longest = length_at(path)
+    length = sequence or min(LONGEST, longest)
+    return length, longest, tokens or ranks * length
+
+
+@contextmanager
+def _of_length(sequence: int, longest: int, kind: str) -> Iterator[None]:
+    """Name the length of the sequences in an error of the model's own code, where its config allows shorter ones."""
+    try:
+        yield
+    except LayoutError:
+        raise
+    except (RuntimeError, IndexError) as error:
+        from ndtp.models.counted import first_line
+
+        if sequence <= longest:
+            raise
+        raise GridError(
+            f"bench volume: {kind} takes no sequences of {sequence}: {first_line(error)}\n"
+            f"  fix: --sequence {longest}, as its config says"
+        ) from None
 
 
 def _sequences(tokens: int, length: int) -> int:

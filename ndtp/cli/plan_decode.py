@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from ndtp.cli.common import print_table, writing
-from ndtp.cli.plan_model import Asked, config_of, length_of
-from ndtp.cli.planned_model import check_generates
+from ndtp.cli.plan_model import Asked, config_of
+from ndtp.cli.planned_model import check_generates, config_file, length_at
 from ndtp.errors import GridError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ndtp.planner.decode import DecodeChoice, DecodeQuestion
     from ndtp.planner.model_sizes import CountedModel, ModelSizes
 
@@ -31,7 +32,7 @@ def decode_question(asked: Asked, model: ModelSizes | CountedModel, batch: int |
     from ndtp.planner.training.transformer import Transformer
 
     config = config_of(asked.path)
-    sequence = asked.sequence or min(4096, length_of(config))
+    sequence = asked.sequence or min(4096, length_at(asked.path))
     Number(1, 2**31, integer=True).check("plan", "sequence", sequence)
     shape = Transformer.of(str(config.get("model_type", "model")), model.blocks(1), sequence)
     if shape is None:
@@ -65,7 +66,7 @@ def answer_decode(out: Any, question: DecodeQuestion, top: int, path: str, emit:
     out.print(f'  model = ndtp.parallelize(model, mesh, scheme="{best.scheme}")', highlight=False, soft_wrap=True)
     if emit is not None:
         with writing(emit):
-            emit.write_text(decode_program(best, str(Path(path).absolute())))  # it may be started in another folder
+            emit.write_text(decode_program(best, config_file(path)))  # it may be started in another folder
         out.print(f"wrote {emit}")
     return {
         "plans": [_as_dict(each) for each in choices],

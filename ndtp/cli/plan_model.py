@@ -11,6 +11,7 @@ from rich.table import Table
 
 from ndtp.algebra.wire import Wire
 from ndtp.cli.common import print_table, writing
+from ndtp.cli.planned_model import config_file, length_at
 from ndtp.errors import GridError
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 # Where a request says nothing: tokens of a step, and the longest sequence that is assumed.
 TOKENS, LONGEST = 4 * 2**20, 8192
-LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length")
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def question_of(asked: Asked, model: ModelSizes | CountedModel) -> Question | No
     Word(tuple(PRACTICES)).check("plan", "software", asked.software)
     Word(("auto", *RECOMPUTE)).check("plan", "recompute", asked.recompute)
     config = config_of(asked.path)
-    sequence = asked.sequence or min(LONGEST, length_of(config))
+    sequence = asked.sequence or min(LONGEST, length_at(asked.path))
     Number(1, 2**31, integer=True).check("plan", "sequence", sequence)
     shape = Transformer.of(str(config.get("model_type", "model")), model.blocks(1), sequence)
     if shape is None:
@@ -83,20 +83,14 @@ def question_of(asked: Asked, model: ModelSizes | CountedModel) -> Question | No
 
 def config_of(path: str) -> dict[str, Any]:
     """Return the contents of the config file, with its text part brought up."""
-    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
-    config = json.loads(file.read_text())
+    config = json.loads(Path(config_file(path)).read_text())
     return {**config, **(config.get("text_config") or {})}
 
 
 def tokens_of(path: str, batch: int | None, sequence: int | None) -> int:
     """Return the rows of a model's step that nobody gave: its sequences, or four Mi."""
-    sequence = sequence or min(LONGEST, length_of(config_of(path)))
+    sequence = sequence or min(LONGEST, length_at(path))
     return max(TOKENS, sequence) if batch is None else batch * sequence
-
-
-def length_of(config: dict[str, Any]) -> int:
-    found = [config[name] for name in LENGTHS if isinstance(config.get(name), int) and config[name] > 0]
-    return found[0] if found else 4096
 
 
 def answer(
@@ -123,7 +117,8 @@ def answer(
         out.print(f"ndtp runs cp as a part of z, whose ranks split weights, too: z={rows_axis(runs)}.", highlight=False)
     if sentence := said(runs):
         out.print(sentence, highlight=False)
-    text = program(runs, str(Path(asked.path).absolute()))  # it may be started in another folder
+    sees = "text_config" in config_of(asked.path)
+    text = program(runs, config_file(asked.path), sees)  # it may be started in another folder
     for line in text.splitlines():
         if "ndtp.Grid(" in line or "ndtp.parallelize(" in line or "torchrun " in line:
             out.print("  " + line.strip(), highlight=False, soft_wrap=True)

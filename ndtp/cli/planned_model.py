@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ndtp.errors import GridError
@@ -10,6 +11,8 @@ if TYPE_CHECKING:
     from ndtp.planner.block_cost import Block
     from ndtp.planner.model_sizes import CountedModel, ModelSizes
 
+LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length")
+UNKNOWN = 4096  # tokens of a sequence where nothing says how many there may be
 MOST_NAMED = 4  # of what lies beside the blocks
 
 
@@ -35,6 +38,31 @@ def model_at(path: str, layers: int | None) -> ModelSizes | CountedModel:
         if config.get("model_type") in families():
             sizes_of(config, what)  # which names the field
         raise
+
+
+def config_file(path: str) -> str:
+    """Return the absolute path of a model's config, which may be given by its folder."""
+    file = Path(path).absolute()
+    return str(file / "config.json" if file.is_dir() else file)
+
+
+def length_at(path: str) -> int:
+    """Return the length of the sequences that a model takes: by its config, or what its class has where that is silent.
+
+    Raises:
+        GridError: transformers takes no such config.
+    """
+    from ndtp.planner.model_config import read_file
+
+    config, what = read_file(path)
+    named: Any = config | (config.get("text_config") or {})
+    length = next((named[name] for name in LENGTHS if isinstance(named.get(name), int) and named[name] > 0), None)
+    if length is None and _is_for_transformers(config):
+        from ndtp.models.counted import completed
+        from ndtp.models.trial import named_positions
+
+        length = (named_positions(completed(config, what)) or ("", None))[1]
+    return length or UNKNOWN
 
 
 def check_generates(path: str) -> None:

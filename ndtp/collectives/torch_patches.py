@@ -43,6 +43,10 @@ PATCHES: dict[str, Patch] = {
         "a list of a split tensor and a plain one would be sent as shards without a word",
         "torch asks __torch_function__ for the tensors in lists that collectives take",
     ),
+    "torch.distributed.distributed_c10d._check_single_tensor": Patch(
+        "a loss outside of the model that gathers over ranks with the same rows takes each row twice, without a word",
+        "torch asks __torch_function__ for collectives, and for those that an autograd.Function calls",
+    ),
     "torch.distributed.distributed_c10d._world.pg_names": Patch(
         "torch names groups by their number, so that ranks in different numbers of groups wait for each other for ever",
         "new_group(use_local_synchronization=True) takes a name",

@@ -63,11 +63,11 @@ def count_config(config: Mapping[str, Any], what: str = "model config") -> Count
     return count(model, f"{type(model).__name__} of transformers {transformers.__version__}", what)
 
 
-def built(config: Mapping[str, Any], what: str = "model config") -> Any:
-    """The model of a config, on the meta device: of the class that it names, else of the first task that has one.
+def completed(config: Mapping[str, Any], what: str = "model config") -> Any:
+    """Return transformers' object for a config, which has what the config leaves out.
 
     Raises:
-        GridError: there is no such class, or it does not take this config.
+        GridError: its class does not take this config.
     """
     import transformers
 
@@ -76,7 +76,7 @@ def built(config: Mapping[str, Any], what: str = "model config") -> Any:
     if layers:
         raise GridError(f"{what}: {layers[0]}={shown(config[layers[0]])}; layers are counted up to {MOST_LAYERS}")
     given = {key: value for key, value in copy.deepcopy(dict(config)).items() if not key.startswith("_attn")}
-    with quiet(transformers), torch.device("meta"):
+    with quiet(transformers):
         try:
             made = transformers.AutoConfig.for_model(kind, **{k: v for k, v in given.items() if k != "model_type"})
             made._attn_implementation = "eager"  # which needs no other library
@@ -84,6 +84,19 @@ def built(config: Mapping[str, Any], what: str = "model config") -> Any:
             raise GridError(
                 f"{what}: transformers takes no such config of {shown(kind)}: {first_line(error)}"
             ) from None
+    return made
+
+
+def built(config: Mapping[str, Any], what: str = "model config") -> Any:
+    """The model of a config, on the meta device: of the class that it names, else of the first task that has one.
+
+    Raises:
+        GridError: there is no such class, or it does not take this config.
+    """
+    import transformers
+
+    kind, made = config.get("model_type"), completed(config, what)
+    with quiet(transformers), torch.device("meta"):
         kinds, problems = _classes(transformers, made, what), []
         for one in kinds:
             try:

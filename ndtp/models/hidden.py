@@ -64,6 +64,11 @@ class Hidden(Linked):
     def writes(self) -> dict[int, int]:
         return self.passage.frame.writes
 
+    @property
+    def rows_differ(self) -> tuple[Any, tuple[str, ...]]:
+        """Return the grid, and along which of its axes ranks have rows of their own."""
+        return self.passage.frame.mesh, self.passage.frame.outside.dims[0]
+
     def now(self) -> Hidden:
         """Itself; of one that is still to be computed, what it is."""
         return self

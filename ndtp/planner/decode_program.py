@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ndtp.planner.decode import DecodeChoice
-from ndtp.planner.training.program import START
+from ndtp.planner.training.program import FILL, START
 
 PROGRAM = '''"""{title}
 
@@ -30,18 +30,19 @@ def prompts(device):
 
 {start}
 
-def dense(device):
-    """Return the model with the weights beside its config; with random ones where there are none."""
-    folder = Path(CONFIG).parent
-    if any(folder.glob("*.safetensors")):
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.{dtype}).to(device)
-    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(CONFIG)).to(device, torch.{dtype})
+def dense():
+    """Return the model without memory: each rank gets that of its part alone, in `fill`."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(CONFIG), dtype=torch.{dtype}).eval()
 
+
+{fill}
 
 def main():
     device = start()
     mesh = ndtp.ProcessGrid(ndtp.Grid({grid}))
-    model = ndtp.parallelize(dense(device).eval(), mesh, scheme={scheme!r})
+    model = ndtp.parallelize(dense(), mesh, scheme={scheme!r})
+    fill(model)
     ids = prompts(device)
     return model.generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False
@@ -71,6 +72,6 @@ def decode_program(choice: DecodeChoice, config: str) -> str:
     return PROGRAM.format(
         title=f"{question.model.name} on {question.ranks} ranks: {choice}.", nodes=max(1, question.ranks // per_node),
         per_node=per_node, config=config, sequences=-(-question.batch // choice.sizes.get("dp", 1)),
-        vocabulary=question.model.vocabulary, start=START, dtype=question.dtype, grid=grid_of(choice),
+        vocabulary=question.model.vocabulary, start=START, fill=FILL, dtype=question.dtype, grid=grid_of(choice),
         scheme=choice.scheme,
     )  # fmt: skip

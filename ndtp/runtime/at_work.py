@@ -12,11 +12,14 @@ class _AtWork(threading.local):
     Attributes:
         models: the rows of each, `ndtp.runtime.default_group.OwnRows`.
         asked: how often the group of rows was asked for.
+        gathered: for each function that runs with the whole of a split tensor, its grid, and along which axes ranks
+            have rows of their own.
     """
 
     def __init__(self) -> None:
         self.models: list[Any] = []
         self.asked = 0
+        self.gathered: list[Any] = []
 
 
 AT_WORK = _AtWork()

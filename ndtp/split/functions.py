@@ -51,16 +51,27 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     before = uses()
     result = _ruled(cls, args, kwargs)
     rows = at_work()
+    if cls.__module__.startswith("torch.distributed."):
+        for node in _nodes(result):
+            node.register_prehook(_contiguous)
     if rows is not None and uses() != before:  # its backward finds the same default process group as its forward
-        for node in {x.grad_fn for x in tree_leaves(result) if isinstance(x, Tensor) and x.grad_fn is not None}:
+        for node in _nodes(result):
             node.register_prehook(partial(_begin, rows))
             node.register_hook(rows.end)
     return result
 
 
+def _nodes(result: Any) -> set[Any]:
+    return {x.grad_fn for x in tree_leaves(result) if isinstance(x, Tensor) and x.grad_fn is not None}
+
+
 def _begin(rows: OwnRows, grads: Any) -> Any:
-    """The gradients that a backward gets which sends some: gloo takes the memory of what is not contiguous as it is."""
     rows.begin()
+    return _contiguous(grads)
+
+
+def _contiguous(grads: Any) -> Any:
+    """The gradients that a backward gets which sends some: gloo takes the memory of what is not contiguous as it is."""
     return tuple(grad if grad is None else grad.contiguous() for grad in grads)
 
 

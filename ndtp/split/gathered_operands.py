@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from ndtp.errors import LayoutError
 from ndtp.split.copies import copied_into, share_memory, written
+from ndtp.split.same_rows import given_whole
 from ndtp.split.tensor import mapped, name_of
 
 
@@ -76,7 +78,8 @@ class GatheredOperands:
         mapped([args, kwargs], lambda x: operands.setdefault(id(x), x), Tensor)
         self._roots.update(map(root_of, operands.values()) if len(operands) > 1 else ())
         given, named = mapped(list(args), self.of, self._kind), mapped(dict(kwargs), self.of, self._kind)
-        result = func(*given, **named)
+        with given_whole(next(iter(self._made.values())).x, func, args) if self._made else nullcontext():
+            result = func(*given, **named)
         sets = name_of(func) == ".data" and result is None  # torch does not count this change
         is_received = receives(func, result)
         for each in self._made.values():

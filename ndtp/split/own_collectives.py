@@ -15,6 +15,7 @@ from ndtp.collectives.torch_patches import replaced
 from ndtp.errors import LayoutError
 from ndtp.split.copies import written
 from ndtp.split.moving import cut
+from ndtp.split.same_rows import given_whole, guard_rows
 from ndtp.split.tensor import TABLE, SplitTensor, mapped, name_of, split_in
 from ndtp.split.whole import whole
 
@@ -50,7 +51,8 @@ def _on_whole(func: Any, *args: Any, **kwargs: Any) -> Any:
             x.spec.context.note(name_of(func), x.spec)
     change = {True: whole, False: _like_whole}
     made = {name: mapped(value, change[is_read or name != into]) for name, value in given.items()}
-    work = func(**made)
+    with given_whole(split_in([*given.values()])[0], func):
+        work = func(**made)
     if into and split_in(given.get(into)):
         if work is not None:
             work.wait()
@@ -77,6 +79,7 @@ def guard_collectives() -> None:
         if hasattr(c10d, name):
             TABLE[getattr(c10d, name)] = _on_whole
     replaced("torch.distributed.distributed_c10d._check_tensor_list", _refusing_lists)
+    guard_rows()
 
 
 def _refusing_lists(given: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:

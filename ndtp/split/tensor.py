@@ -114,6 +114,11 @@ class SplitTensor(Linked):
     def writes(self) -> dict[int, int]:
         return self.spec.context.writes
 
+    @property
+    def rows_differ(self) -> tuple[Any, tuple[str, ...]]:
+        """Return the grid, and along which of its axes ranks have rows of their own."""
+        return self.spec.mesh, self.spec.context.data
+
     real, imag = _part("real"), _part("imag")
 
     @classmethod

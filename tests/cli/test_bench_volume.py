@@ -126,3 +126,21 @@ def test_wrong_use_of_a_model(ndtp, tmp_path, words, message):
     path.write_text(json.dumps(LLAMA))
     code, _, err = ndtp("bench", "volume", "--model", str(path), *words)
     assert code == 2 and message in err
+
+
+BERT = {"model_type": "bert", "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "architectures": ["BertForMaskedLM"]}  # fmt: skip
+
+
+def test_sequences_are_no_longer_than_the_model_takes(ndtp, tmp_path):
+    """Where the config is silent, transformers' class says it."""
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(BERT))
+    words = ("bench", "volume", "--model", str(path), "--ranks", "2", "--top", "1", "--json", "-")
+    code, out, _ = ndtp(*words)
+    assert code == 0 and json.loads(out)["sequence"] == 512
+    code, _, err = ndtp(*words, "--sequence", "1024")
+    assert code == 2 and "takes no sequences of 1024" in err and "fix: --sequence 512" in err
+    code, out, _ = ndtp("plan", "--model", str(path), "--ranks", "2", "--batch", "2", "--json", "-")
+    assert code == 0 and json.loads(out)["request"]["sequence"] == 512

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import ndtp
 from ndtp import Grid
-from ndtp.split import SplitTensor, whole
+from ndtp.split import SplitTensor, same_rows, whole
 
 
 class Gathered(torch.autograd.Function):
@@ -170,3 +170,57 @@ def test_a_number_of_ranks_that_was_noted_before_is_warned_of(ranks):
         assert len(noted) == 1
         assert "the code of 'Mean' calls all_reduce" in noted[0]
         assert "1 of 2" in noted[0]
+
+
+def everybody(x: Tensor, way: str, group: Any = None) -> Tensor:
+    if way == "function":
+        return torch.cat(Gathered.apply(x, group))
+    return torch.cat(dist_nn.all_gather(x, **{"group": group} if group else {}))
+
+
+def towers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8)).double()
+
+
+def told_apart(z: Tensor, others: Tensor, first: int = 0) -> Tensor:
+    return F.cross_entropy(z @ others.T, first + torch.arange(len(z)))
+
+
+def check_loss_outside(grid: Grid, way: str, group_axes: tuple[str, ...]) -> list[str]:
+    """A loss outside of the model that gathers the rows of all ranks equals that of a dense model of all rows."""
+    mesh = mesh_of(grid)
+    parts, at = 2 if "dp" in grid else 1, mesh.coordinate.get("dp", 0)
+    x = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    dense = towers()
+    z = dense(x)
+    told_apart(z, z).backward()
+    same_rows._TOLD.clear()  # of other tests on these ranks
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = ndtp.parallelize(towers(), mesh, example=x[:4])
+        own = model(x.chunk(parts)[at])
+        others = everybody(own, way, mesh.group(group_axes) if group_axes else None)
+        loss = told_apart(own, others, at * own.shape[0])
+    if not any("takes rows of a split model" in str(each.message) for each in caught):
+        (loss / parts).backward()
+        for ours, theirs in zip(model.parameters(), dense.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+    return [str(each.message) for each in caught if "takes rows" in str(each.message)]
+
+
+@pytest.mark.parametrize("way", ["differentiable", "function"])
+def test_a_loss_outside_of_the_model_gathers_rows(ranks, way):
+    """gloo takes the memory of a transposed gradient as it is, and a product with a split tensor may give one."""
+    assert ranks(2).run(check_loss_outside, Grid(dp=2), way, ()) == [[], []]
+
+
+@pytest.mark.parametrize("way", ["differentiable", "function"])
+def test_ranks_that_have_the_same_rows_are_told_from_others(ranks, way):
+    for (said,) in ranks(2).run(check_loss_outside, Grid(x=2), way, ()):
+        assert "all_gather over 2 ranks takes rows of a split model 2 times: ranks that differ along x" in said
+        assert "fix: without this collective" in said
+    for (said,) in ranks(4).run(check_loss_outside, Grid(dp=2, x=2), way, ()):
+        assert "fix: group=mesh.group(('dp',))" in said
+    if way == "function":  # torch's own differentiable gather fails in subgroups of gloo
+        assert ranks(4).run(check_loss_outside, Grid(dp=2, x=2), way, ("dp",)) == [[]] * 4

@@ -14,9 +14,19 @@ def start():
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         dist.init_process_group("nccl" if cuda else "gloo")
-    torch.manual_seed(0)  # the same weights on every rank
+    torch.manual_seed(0)  # the same batches on every rank
     return device
 """
+
+FILL = '''\
+def fill(model):
+    """Read the weights that lie beside the config; where there are none, draw some, the same on every grid."""
+    folder = Path(CONFIG).parent
+    if any(folder.glob("*.safetensors")):
+        ndtp.checkpoint.load_safetensors(model, folder)
+    else:
+        ndtp.checkpoint.initialize(model, seed=0)
+'''
 
 HEAD = '''"""{title}
 
@@ -24,6 +34,7 @@ HEAD = '''"""{title}
 """
 
 import os
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -44,18 +55,23 @@ def next_batch(device):
 
 {start}
 
-def dense(device):
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(CONFIG)).to(torch.{dtype})
-{checkpoint}    return model.to(device)
+def dense():
+    """Return the model without memory: each rank gets that of its part alone, in `fill`."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(CONFIG){part}, dtype=torch.{dtype})
+{checkpoint}    return model
 
+
+{fill}
 '''
 
 PLAIN = """
 def main():
     device = start()
     mesh = ndtp.ProcessGrid(ndtp.Grid({grid}))
-    model = ndtp.parallelize(dense(device), mesh, scheme={scheme!r}{options})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    model = ndtp.parallelize(dense(), mesh, scheme={scheme!r}{options})
+    fill(model)
+    optimizer = torch.optim.{optimizer}
     losses = []
     for _ in range(STEPS):
         batch = next_batch(device)
@@ -81,11 +97,12 @@ def main():
     device = start()
     grids = [ndtp.Grid({grid})] * {stages}
     stages = ndtp.pipeline_stages(
-        dense(device), grids, batch=SEQUENCES * {rows}, length=LENGTH, scheme={scheme!r}{options}
+        dense(), grids, batch=SEQUENCES * {rows}, length=LENGTH, scheme={scheme!r}{options}
     )
+    fill(stages)
     schedule = {schedule}({first}, n_microbatches=MICRO_BATCHES, loss_fn=stages[-1].loss)
     parameters = [parameter for stage in stages for parameter in stage.model.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-4)
+    optimizer = torch.optim.{optimizer}
     means = []
     for _ in range(STEPS):
         batch = next_batch(device).repeat({rows}, 1)  # of all data-parallel ranks; each takes its rows
@@ -107,11 +124,20 @@ if __name__ == "__main__":
 """
 
 
-def program(choice: SplitChoice, config: str) -> str:
+# By the dtype of products: weights stay in fp32, of which an optimizer has no copy then.
+RECIPES = {"bfloat16": ', recipe="bf16"', "float8": ', recipe="fp8-rowwise"'}
+OPTIMIZERS = {
+    "adamw": "AdamW({}, lr=1e-4)", "momentum": "SGD({}, lr=1e-2, momentum=0.9)", "sgd": "SGD({}, lr=1e-2)",
+    "none": "SGD({}, lr=0.0)",
+}  # fmt: skip
+
+
+def program(choice: SplitChoice, config: str, sees: bool = False) -> str:
     """Return the program that runs a choice.
 
     Args:
         config: the path of the model's `config.json`.
+        sees: whether a part of the model reads other things than text: no stage of a pipeline would have it here.
     """
     s, question = choice.splits, choice.question
     per_node = min(question.ranks, question.hardware.ranks_per_node)
@@ -124,20 +150,25 @@ def program(choice: SplitChoice, config: str) -> str:
     ways = attention_of(choice)
     options += f", attention={ways.best()!r}" if ways is not None else ""
     options += ', regather=("b",)' if choice.practice.regather and s.z > 1 else ""
+    options += RECIPES.get(choice.practice.dtype, "")
     options += f", wire={str(choice.practice.wire)!r}" if choice.practice.wire is not None else ""
-    dtype = {"float8": "bfloat16"}.get(choice.practice.dtype, choice.practice.dtype)
+    part = ".get_text_config()" if sees and s.pp > 1 else ""
+    dtype = "float32" if choice.practice.dtype in RECIPES else choice.practice.dtype
+    parameters = "model.parameters()" if s.pp == 1 else "parameters"
+    optimizer = OPTIMIZERS[question.optimizer].format(parameters)
     head = HEAD.format(
         title=f"{question.model.name} on {question.ranks} ranks: {s}.", nodes=max(1, question.ranks // per_node),
         start=START, per_node=per_node, config=config, sequences=int(s.micro * s.z), length=question.model.sequence,
         micro_batches=choice.micro_batches, vocabulary=question.model.vocabulary, dtype=dtype, checkpoint=again,
+        part=part, fill=FILL,
     )  # fmt: skip
     if s.pp == 1:
-        return head + PLAIN.format(grid=grid, scheme=scheme, options=options)
+        return head + PLAIN.format(grid=grid, scheme=scheme, options=options, optimizer=optimizer)
     turns = int(s.virtual)
     return head + STAGED.format(
         grid=grid, scheme=scheme, stages=int(s.pp) * turns, rows=int(s.dp * s.e),
         schedule="ScheduleInterleaved1F1B" if turns > 1 else "Schedule1F1B",
-        first="stages" if turns > 1 else "stages[0]",
+        first="stages" if turns > 1 else "stages[0]", optimizer=optimizer,
         options=options + (f", groups={int(s.pp)}" if turns > 1 else ""),
     )  # fmt: skip
 

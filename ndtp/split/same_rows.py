@@ -1,0 +1,82 @@
+"""Collectives of a user's code that take ranks which have the same rows for ranks with rows of their own.
+
+A loss outside of the model may gather over all ranks.  While a model's own code runs, its collectives find the ranks
+that have other rows (`ndtp.runtime.default_group`).  Elsewhere a group is what the code says, and some of its ranks may
+have the same rows.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from ndtp.collectives.torch_patches import replaced
+from ndtp.runtime.at_work import AT_WORK, at_work
+from ndtp.split.tensor import name_of
+
+# By what they do with a row that several ranks have: it is there several times, or counts several times.
+_TAKING_ROWS = {
+    "all_gather", "all_gather_single", "all_gather_into_tensor", "gather", "all_reduce", "reduce", "reduce_scatter",
+    "reduce_scatter_single", "reduce_scatter_tensor", "all_to_all", "all_to_all_single",
+}  # fmt: skip
+_TOLD: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # by grid: the collectives that were warned of
+
+
+@contextmanager
+def given_whole(x: Any, func: Any, args: Sequence[Any] = ()) -> Iterator[None]:
+    """A context in which a function runs that got the whole of a split tensor."""
+    if "_c10d_functional" in getattr(func, "_qualified_op_name", "") and name_of(func) in _TAKING_ROWS:
+        _look(name_of(func), _resolve_process_group(args[-1]), *x.rows_differ)
+    AT_WORK.gathered.append(x.rows_differ)
+    try:
+        yield
+    finally:
+        AT_WORK.gathered.pop()
+
+
+def guard_rows() -> None:
+    """Look at the group of each collective that code calls with such a tensor."""
+    replaced("torch.distributed.distributed_c10d._check_single_tensor", _looking)
+
+
+def _looking(given: Callable[..., Any]) -> Callable[..., Any]:
+    def check(param: Any, param_name: str, *rest: Any) -> Any:
+        if AT_WORK.gathered:
+            frame = sys._getframe(1)
+            if frame.f_code.co_name in _TAKING_ROWS:
+                _look(frame.f_code.co_name, frame.f_locals.get("group"), *AT_WORK.gathered[-1])
+        return given(param, param_name, *rest)
+
+    return check
+
+
+def _look(name: str, group: Any, mesh: Any, axes: Sequence[str]) -> None:
+    """Warn, once for each grid and function, where ranks of a group have the same rows.
+
+    Args:
+        group: None: the default one.
+        axes: along which ranks have rows of their own.
+    """
+    told = _TOLD.setdefault(mesh, set())
+    if (group is None and at_work() is not None) or name in told or mesh.global_ranks is None:
+        return
+    members = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+    here = [mesh.grid.coordinate(i) for i, rank in enumerate(mesh.global_ranks) if rank in set(members)]
+    times = len(here) // max(1, len({tuple(each[axis] for axis in axes) for each in here}))
+    if times > 1:
+        told.add(name)
+        alike = " ".join(axis for axis in mesh.grid.nontrivial(tuple(mesh.grid)) if axis not in axes)
+        fix = f"group=mesh.group({tuple(axes)!r})" if axes else "without this collective, as every rank has all rows"
+        warnings.warn(
+            f"ndtp: {name} over {len(members)} ranks takes rows of a split model {times} times: ranks that differ "
+            f"along {alike} of grid {mesh.grid} have the same ones\n  fix: {fix}; in the model's own forward ndtp "
+            "takes the ranks that have other rows",
+            stacklevel=4,
+        )
