@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ndtp.algebra.volume import Volume
 from ndtp.errors import LayoutError
@@ -48,6 +49,16 @@ class OfWholeBatches(TorchFunctionMode):
         if func in (torch.any, Tensor.any) and isinstance(result, Tensor) and not result.dim() and result.is_meta:
             return torch.tensor(False)
         return result
+
+
+class OfAnyDtype(TorchDispatchMode):
+    """Gives grouped products their form in any dtype; torch's kernel for tensors without memory takes bf16 alone."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
+            return func(*args, **(kwargs or {}))
+        a, b, *rest = args
+        return func(a.bfloat16(), b.bfloat16(), *rest, **(kwargs or {})).to(a.dtype)
 
 
 def _of_one_dtype(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -82,6 +93,7 @@ def step_volume(model: nn.Module, mesh: ProcessGrid, given: Mapping[str, Any]) -
             torch.enable_grad(),
             warnings.catch_warnings(),
             OfWholeBatches(),
+            OfAnyDtype(),
         ):
             ending.enter_context(each)
         warnings.simplefilter("ignore", UserWarning)  # of what is gathered: the step itself says so

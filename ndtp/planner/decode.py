@@ -233,7 +233,8 @@ class _Clock:
         total: Any = 0.0
         for times, wide, inner, experts in self._pairs():
             for plan, n, k in ((up, wide, model.hidden), (down, model.hidden, inner)):
-                total += times * experts * self._product(plan, n, k, experts)
+                each, start = self._product(plan, n, k, experts), self.question.hardware.launch_us * 1e-6
+                total += times * (experts * (each - start) + start)  # experts are one grouped product
         return float(total + self._product(up, model.vocabulary, model.hidden, 1))
 
     def _product(self, plan: MatMulPlan, n: int, k: int, experts: int) -> Any:

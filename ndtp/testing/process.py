@@ -99,8 +99,12 @@ class RankProcess:
 
 
 def place_in(trace: str) -> str:
-    """The innermost frame of a trace, in a few words: "in all_reduce (distributed_c10d.py:3000)"."""
-    frame = re.search(r'File "(?:.*/)?(.+)", line (\d+) in (.+)', trace)
+    """The innermost frame of a trace, in a few words: "in all_reduce (distributed_c10d.py:3000)".
+
+    Of several threads it is that of the main one, which answers signals; others watch.
+    """
+    main = trace.find("Current thread")
+    frame = re.search(r'File "(?:.*/)?(.+)", line (\d+) in (.+)', trace[max(main, 0) :])
     return f"in {frame[3]} ({frame[1]}:{frame[2]})" if frame else "at an unknown place"
 
 
