@@ -95,6 +95,10 @@ PATCHES: dict[str, Patch] = {
         "what torch.func.vjp gives would take the shard of a gradient for the whole",
         "as for _add_batch_dim",
     ),
+    "torch.Tensor.data": Patch(
+        "`plain.data = split` would give a plain tensor the memory of a split one, which ends the process or is a part",
+        "torch asks __torch_function__ for the value that is set, too",
+    ),
     "torch.jit.ScriptFunction.__call__": Patch(
         "a script of TorchScript would take the shard of a split tensor for the whole, without a word",
         "torch asks __torch_function__ for the tensors that a script takes, or TorchScript is gone",

@@ -25,7 +25,7 @@ from ndtp.models.cut_sequences import as_rows, context_of, in_sequences, of_toke
 from ndtp.models.frame import Frame, Passage
 from ndtp.models.fused_order import in_order
 from ndtp.models.hidden import Hidden, enter, hidden_in, split
-from ndtp.models.local_heads import ConfigOfRank, take_heads
+from ndtp.models.local_heads import ConfigOfRank, refuse_parameters_on_local_heads, take_heads
 from ndtp.models.looked_at import is_looked_at, made_alike, shard_of, standing_for, with_whole_sizes
 from ndtp.models.placeholder import Placeholder, placeholder
 from ndtp.models.projections import Group, Projection, products
@@ -59,6 +59,7 @@ class Core:
         is_whole: whether its code runs on tensors with the sizes of the whole, see `ndtp.models.looked_at`.
         layer: the number of the module's layer in caches.
         config: that of the module, if it has one.
+        parts: the modules that it had when its code was looked at.
     """
 
     frame: Frame
@@ -76,6 +77,7 @@ class Core:
     is_whole = OfTurn(bool)
     layer: int | None = None
     config: ConfigOfRank | None = None
+    parts: tuple[nn.Module | None, ...] = ()
     given = OfTurn()
     groups = OfTurn(dict)
 
@@ -105,6 +107,9 @@ class Core:
             forward: takes the module, or one that stands for it.
             names: of the other arguments.
         """
+        if (parts := tuple(module._modules.values())) != self.parts:
+            refuse_parameters_on_local_heads(module, self, self.parts)
+            self.parts = parts
         if self.config is not None and self.config.now != self.config.seen:
             self.config.follow()
         before, self.is_whole = self.is_whole, is_looked_at(module)
@@ -376,6 +381,7 @@ def place_core(module: nn.Module, core: Core) -> None:
     core.layer = getattr(module, "layer_idx", None)
     for member in (*core.inputs.values(), *([core.output] if core.output is not None else [])):
         member.core = core
+    core.parts = tuple(module._modules.values())
     before = dict(vars(module))
     core.config = take_heads(module, core, core.local_heads, len(core.kv_per_rank))
     core.dense = {name: value for name, value in before.items() if vars(module).get(name) is not value}

@@ -1,11 +1,19 @@
-"""The numbers of heads that an attention module's code counts on a rank, in the module and in its config."""
+"""The numbers of heads that an attention module counts on a rank, in itself and in its config.
+
+Parameters that come into it later meet these heads alone, and are refused.
+"""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+
+from ndtp.errors import LayoutError
+from ndtp.models.replicated import Replicated
+from ndtp.nn.sharded import Sharded
 
 # Numbers of an attention module that become those of one rank.
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
@@ -57,3 +65,26 @@ def take_heads(module: nn.Module, whole: Any, heads: int, kv_heads: int) -> Conf
     if hasattr(module, "num_key_value_groups"):
         module.num_key_value_groups = heads // kv_heads  # type: ignore[assignment]
     return ConfigOfRank(given, config, vars(given)) if hasattr(given, "__dict__") else None
+
+
+def refuse_parameters_on_local_heads(module: nn.Module, core: Any, known: Sequence[nn.Module | None]) -> None:
+    """Refuse parameters in parts that came into an attention after it was split: its code has this rank's heads alone.
+
+    Args:
+        core: of the attention; what stands around its output projection meets whole activations.
+        known: the parts that were there before.
+
+    Raises:
+        LayoutError: names the first one that is trained.
+    """
+    for name, part in module.named_children():
+        if any(part is each for each in known) or any(each is core.output for each in part.modules()):
+            continue
+        for key, parameter in part.named_parameters():
+            owner = part.get_submodule(key.rpartition(".")[0])
+            if parameter.requires_grad and not isinstance(owner, (Replicated, Sharded)):
+                raise LayoutError(
+                    f"parallelize: '{name}.{key}' came into '{core.name}' after the model was split.  The code of this "
+                    "attention runs on the heads and sequences of one rank, so its gradient would be theirs alone\n"
+                    "  fix: put it there before parallelize"
+                )

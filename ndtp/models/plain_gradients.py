@@ -28,6 +28,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.relayouts import reduction_volume
@@ -49,6 +53,18 @@ from ndtp.runtime.process_grid import ProcessGrid
 BUCKET = 2**23  # elements that are summed in one collective, or those of one parameter
 
 
+_registered = [0]  # how often any module of the program was given a parameter, or another module
+
+
+@functools.cache
+def _count_registered() -> None:
+    def count(*_: Any) -> None:
+        _registered[0] += 1
+
+    register_module_module_registration_hook(count)
+    register_module_parameter_registration_hook(count)
+
+
 class PlainGradients:
     """Brings gradients that come as plain tensors to the grid, summed over axes that split rows.
 
@@ -64,6 +80,7 @@ class PlainGradients:
         self.mesh, self.axes = mesh, mesh.grid.nontrivial(axes)
         self._parameters: list[tuple[str, nn.Parameter]] = []
         self._split: dict[int, tuple[str, Any]] = {}
+        self._seen = _registered[0]
         self._hooked: set[int] = set()  # their identities, and those of these parameters
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlainGradients:
@@ -74,6 +91,15 @@ class PlainGradients:
         for name, parameter in self._parameters:  # hooks of parameters are not copied with these
             made._watch_whole(name, copy.deepcopy(parameter, memo))
         return made
+
+    def watch_new(self, model: nn.Module, *_: Any) -> None:
+        """Take all parameters where the program has put some into a module since; runs before each forward."""
+        if self.axes and self._seen != _registered[0]:
+            self._seen, known = _registered[0], len(self._parameters)
+            self.watch(model)
+            for parameter in [parameter for _, parameter in self._parameters[known:]]:
+                if not is_plain(parameter):  # no layer computes with it, so all that comes is this rank's
+                    self._hand_out(parameter)
 
     def watch(self, model: nn.Module, *_: Any) -> None:
         """Take all parameters that the model has whole by now; runs before each of its forwards."""
@@ -319,13 +345,17 @@ def sum_plain_gradients_of(
     """Put what a model has whole on the grid, gradients summed over axes that split rows; None on a grid of one rank.
 
     Once a model: a second call takes what is plain still.
+
+    Args:
+        watches: whether each forward looks at all parameters, which `model.to` may have moved; else at those that came
+            since, where ranks have rows of their own.
     """
     sums: PlainGradients | None = vars(model).get("ndtp_plain_gradients")
     if sums is None:
         if mesh.device_mesh is None:
             return None
         sums = model.ndtp_plain_gradients = PlainGradients(mesh, axes)  # type: ignore[assignment]
-        if watches:
-            model.register_forward_pre_hook(sums.watch, prepend=True)
+        _count_registered()
+        model.register_forward_pre_hook(sums.watch if watches else sums.watch_new, prepend=True)
     sums.watch(model)
     return sums

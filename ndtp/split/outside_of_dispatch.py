@@ -1,7 +1,8 @@
-"""Scripts of TorchScript and transforms of `torch.func`: they take tensors by their memory, and so they get the whole.
+"""Scripts of TorchScript, transforms of `torch.func` and `plain.data =`: they take tensors by their memory, and so they
+get the whole.
 
-Neither asks `__torch_function__`.  Within a transform a split tensor that a function has from outside of it is taken
-whole, too: a rule would see one entry of the batch, or a tensor of another level, and take it for a shard.
+None of them asks `__torch_function__`.  Within a transform a split tensor that a function has from outside of it is
+taken whole, too: a rule would see one entry of the batch, or a tensor of another level, and take it for a shard.
 """
 
 from __future__ import annotations
@@ -9,15 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from ndtp.collectives.torch_patches import replaced
 from ndtp.runtime.arrival import is_plain
+from ndtp.runtime.grid_tensor import GridTensor
 from ndtp.split.tensor import IN_TRANSFORM, SplitTensor, mapped, rule, split_in
 from ndtp.split.whole import on_whole, whole
 
 _TRANSFORMS = ("torch._functorch.vmap._add_batch_dim", "torch._functorch.eager_transforms._wrap_for_grad")
+_PLAIN = (Tensor, nn.Parameter)
 _SCRIPTS = ("torch.jit.ScriptFunction.__call__", "torch.ScriptMethod.__call__")
 
 
@@ -28,6 +31,7 @@ def whole_in_scripts_and_transforms() -> None:
     replaced("torch._functorch.eager_transforms._autograd_grad", _from_whole)
     for target in _SCRIPTS:
         replaced(target, _on_whole)
+    replaced("torch.Tensor.data", _Data)
 
 
 @rule(IN_TRANSFORM)
@@ -78,3 +82,22 @@ class _Script:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(self._script, *args, **kwargs)
+
+
+class _Data:
+    """The attribute `data` of a tensor.  A plain one takes the whole of what is split: it has no other memory."""
+
+    def __init__(self, given: Any) -> None:
+        self._given = given
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        return self._given if owner is None else self._given.__get__(owner)
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        if type(value) not in _PLAIN and type(owner) in _PLAIN:
+            value = value.gathered() if hasattr(value, "gathered") else value
+            value = value.full_tensor().detach() if isinstance(value, GridTensor) else value
+        self._given.__set__(owner, value)
+
+    def __delete__(self, owner: Any) -> None:
+        self._given.__delete__(owner)
