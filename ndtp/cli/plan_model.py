@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ndtp.algebra.wire import Wire
 from ndtp.cli.common import print_table, writing
-from ndtp.cli.planned_model import config_file, length_at
+from ndtp.cli.planned_model import check_generates, config_file, length_at
 from ndtp.errors import GridError
 
 if TYPE_CHECKING:
@@ -101,6 +101,8 @@ def answer(
     from ndtp.planner.training.program import program
     from ndtp.planner.training.sequences import rows_axis, said
 
+    if emit is not None:
+        check_generates(asked.path, "--emit")  # the program trains it to predict the next token
     choices = choose(question, max(top, 2))
     best = choices[0]
     print_table(out, _table(choices[:top]))

@@ -65,7 +65,7 @@ def length_at(path: str) -> int:
     return length or UNKNOWN
 
 
-def check_generates(path: str) -> None:
+def check_generates(path: str, option: str = "--decode") -> None:
     """Check that a model continues text: that its class generates, and that its tokens see none behind them.
 
     Raises:
@@ -87,9 +87,9 @@ def check_generates(path: str) -> None:
         why = f"in {kind.__name__} each token sees the tokens behind it"
     if why:
         raise GridError(
-            f"plan: --decode takes a model that continues text; {what}: {why}\n"
+            f"plan: {option} takes a model that continues text; {what}: {why}\n"
             "  fix: the config of a decoder (where it is one, is_decoder=true and the class in architectures say so), "
-            "or leave --decode out"
+            f"or leave {option} out"
         )
 
 

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -114,8 +115,9 @@ def assert_matches_dense(
     """
     inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     comparison = _Comparison(mesh)
-    theirs = _counterparts(parallel, dense, names or {})
-    for name, parameter in parallel.named_parameters():
+    ours = _by_dense_names(parallel, dense, dict(parallel.named_parameters()), names or {})
+    theirs = _counterparts(ours, dense, names or {})
+    for name, parameter in ours.items():
         value = theirs[name][1].detach()
         comparison.add(f"value of {name}", *_local(parameter, mesh), DenseResult(value, value.double(), exact=True))
     comparison.results_follow()
@@ -144,6 +146,11 @@ def _compare_runs(
     ends = _Ends(parallel, mesh)
     shards = [ends.shard(what, x) for what, x in _named_inputs(inputs)]
     actual = _run(parallel, shards, lambda _: ends.shard("output", upstream))
+    found = {what.removeprefix(OF_PARAMETER): x for what, x in actual.items() if what.startswith(OF_PARAMETER)}
+    given = {what: x for what, x in actual.items() if not what.startswith(OF_PARAMETER)}
+    names = {name: own for name, (own, _) in theirs.items()}
+    gradients = _by_dense_names(parallel, dense, found, names)
+    actual = given | {OF_PARAMETER + name: x for name, x in gradients.items()}
     for what, result in actual.items():
         name = what.removeprefix(OF_PARAMETER)
         key = OF_PARAMETER + theirs[name][0] if name != what else what
@@ -260,10 +267,30 @@ def _named_inputs(inputs: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
     return [(f"input {i}", x) for i, x in enumerate(inputs)]
 
 
-def _counterparts(parallel: nn.Module, dense: nn.Module, names: Mapping[str, str]) -> dict[str, tuple[str, Tensor]]:
+def _by_dense_names(parallel: nn.Module, dense: nn.Module, ours: Mapping[str, Any], names: Mapping[str, str]) -> Any:
+    """Return values of a module's parameters, or their gradients, by the names that they have in the dense module.
+
+    A module that keeps several dense layers as one, such as a gate and what it scales, tells by its own `to_dense`
+    which part is whose; the values are whole then.
+    """
+    theirs = {name for name, _ in dense.named_parameters()}
+    if {names.get(name, name) for name in ours} == theirs or not hasattr(parallel, "to_dense"):
+        return ours
+    twin = copy.deepcopy(parallel)
+    with torch.no_grad():
+        for name, parameter in twin.named_parameters():
+            value = ours.get(name)
+            parameter.zero_() if value is None else parameter.copy_(value)
+        found = dict(twin.to_dense().named_parameters())  # type: ignore[operator]
+    return {name: x.detach() for name, x in found.items()} if set(found) == theirs else ours
+
+
+def _counterparts(
+    parallel: Mapping[str, Any], dense: nn.Module, names: Mapping[str, str]
+) -> dict[str, tuple[str, Tensor]]:
     """Name of a parallel parameter -> name and value of the dense one."""
     theirs = dict(dense.named_parameters())
-    ours = [name for name, _ in parallel.named_parameters()]
+    ours = [*parallel]
     unmatched = {names.get(name, name) for name in ours} ^ set(theirs)
     if unmatched:
         raise AssertionError(

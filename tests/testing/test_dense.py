@@ -153,3 +153,24 @@ def test_parameters_are_matched_by_name(ranks):
     ranks(2).run(check_names, names)
     with pytest.raises(RankError, match=r"without a counterpart: 0\.bias.*\n.*up\.weight"):
         ranks(2).run(check_names, {})
+
+
+def check_gated(is_wrong):
+    """Its gate and what that scales are one weight on the grid, and two in the dense module."""
+    mesh = ndtp.ProcessGrid(ndtp.Grid(x=2))
+    block = ndtp.nn.GatedMLP(8, 16, mesh=mesh, scheme="1d", dtype=torch.float64)
+    dense = block.to_dense()
+    if is_wrong == "value":
+        with torch.no_grad():
+            dense.gate.weight[3, 2] += 1e-3
+    if is_wrong == "gradient":
+        block.up.weight.register_hook(lambda grad: grad * 1.001)
+    assert_matches_dense(block, dense, torch.randn(4, 8, dtype=torch.float64), mesh)
+
+
+def test_a_module_tells_by_its_dense_form_which_parameter_is_whose(ranks):
+    ranks(2).run(check_gated, "")
+    with pytest.raises(RankError, match=r"value of gate\.weight, .*: 1 of 128 elements differ"):
+        ranks(2).run(check_gated, "value")
+    with pytest.raises(RankError, match=r"gradient of parameter gate\.weight"):
+        ranks(2).run(check_gated, "gradient")
