@@ -157,8 +157,14 @@ class Hardware:
         """The dim at which a product of this dtype has half of its rate: the faster, the larger."""
         return self.gemm_half * max(1.0, self.tflops[dtype] / self.tflops.get("bfloat16", self.tflops[dtype]))
 
-    def attention_rate(self, kernel: str) -> float:
-        """Flops a second of an attention core of one kind; of an unknown one, half of a product's."""
+    def attention_rate(self, kernel: str, wide: str = "") -> float:
+        """Flops a second of an attention core of one kind; of an unknown one, half of a product's.
+
+        Args:
+            wide: a dtype of more than 16 bits, whose cores are no faster than its products.
+        """
+        if wide:
+            return min(self.attention_rate(kernel), self.flops_per_second(wide))
         known = self.attention_tflops
         if kernel == "fused" and known:
             return max(known.values()) * 1e12

@@ -25,7 +25,7 @@ class Device:
 
     Attributes:
         bf16, fp8: TFLOP/s of large products that a training step sustains; 0: has none.
-        peak: the data sheet's TFLOP/s, in bf16.
+        peak, peak32: the data sheet's TFLOP/s, in bf16 and fp32; 0: what is sustained stands for it.
         memory_gib, memory_gbs: the memory of the data sheet.
         near_gbs: the bandwidth to the other devices of its node, in one direction.
         attention: see `Hardware.attention_tflops`.
@@ -41,6 +41,7 @@ class Device:
     fp8: float = 0.0
     attention: dict[str, float] = field(default_factory=dict)
     per_node: int = 8
+    peak32: float = 0.0
 
 
 HOPPER = {"flash1": 173.0, "flash2": 330.0, "flash3": 513.0}
@@ -48,19 +49,19 @@ BLACKWELL = {"flash2": 500.0, "flash3": 1100.0}
 
 DEVICES = {
     # Sustained: fitted.  271 and 795 TFLOP/s were measured of single products in bf16, 1403 in fp8.
-    "a100": Device(245.0, 312.0, 17.0, 80.0, 2039.0, 300.0, attention={"flash1": 105.0, "flash2": 173.0}),
-    "h100": Device(610.0, 989.0, 50.0, 80.0, 3350.0, 450.0, 1105.0, HOPPER),
+    "a100": Device(245.0, 312.0, 17.0, 80.0, 2039.0, 300.0, attention={"flash1": 105.0, "flash2": 173.0}, peak32=19.5),
+    "h100": Device(610.0, 989.0, 50.0, 80.0, 3350.0, 450.0, 1105.0, HOPPER, peak32=67.0),
     # Measured of single products: 795, 829, 1745, 1822 in bf16; 1453, 1535, 3433, 3616 in fp8.  Sustained: as an H100.
-    "h200": Device(610.0, 989.0, 50.0, 141.0, 4800.0, 450.0, 1145.0, HOPPER),
-    "gh200": Device(636.0, 989.0, 50.0, 96.0, 4000.0, 450.0, 1209.0, HOPPER, per_node=4),
+    "h200": Device(610.0, 989.0, 50.0, 141.0, 4800.0, 450.0, 1145.0, HOPPER, peak32=67.0),
+    "gh200": Device(636.0, 989.0, 50.0, 96.0, 4000.0, 450.0, 1209.0, HOPPER, per_node=4, peak32=67.0),
     "b200": Device(1340.0, 2250.0, 60.0, 180.0, 8000.0, 900.0, 2704.0, BLACKWELL),
     # 72 share a rack, of which jobs of powers of two take 64.
     "gb200": Device(1399.0, 2500.0, 60.0, 186.0, 8000.0, 900.0, 2848.0, BLACKWELL, per_node=64),
     # Measured: 668 and 147 (one of two dies); sustained is assumed to be 0.8 of it.
-    "mi300x": Device(535.0, 1307.0, 100.0, 192.0, 5300.0, 448.0),
+    "mi300x": Device(535.0, 1307.0, 100.0, 192.0, 5300.0, 448.0, peak32=163.4),
     "mi250x": Device(118.0, 191.5, 38.0, 64.0, 1638.0, 150.0),
     # Not measured: three quarters of the data sheet.
-    "v100": Device(94.0, 125.0, 14.0, 32.0, 900.0, 150.0),
+    "v100": Device(94.0, 125.0, 14.0, 32.0, 900.0, 150.0, peak32=15.7),
 }
 # Gbit/s of a device's share of its node's network, latency of a call and of a hop in us; of other devices the last.
 FABRICS = {
@@ -78,6 +79,7 @@ def fields_of(name: str, fabric: str) -> dict[str, Any]:
     rates, latency, hop = FABRICS[fabric]
     fp8 = {"float8": device.fp8} if device.fp8 else {}
     peaks = {"bfloat16": device.peak, "float16": device.peak, **({"float8": 2 * device.peak} if device.fp8 else {})}
+    peaks |= {"float32": device.peak32} if device.peak32 else {}
     return {
         "name": f"{name}-{fabric}",
         "ranks_per_node": device.per_node,

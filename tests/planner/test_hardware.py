@@ -83,3 +83,10 @@ def test_missing_file_and_rate(tmp_path):
         Hardware.load(tmp_path / "none.toml")
     with pytest.raises(GridError, match="no GEMM rate for float64"):
         Hardware.load("h100-ib").flops_per_second("float64")
+
+
+def test_wide_attention_is_no_faster_than_products():
+    hardware = Hardware.load("h100-ib")
+    assert hardware.attention_rate("flash3") > hardware.flops_per_second("float32")
+    assert hardware.attention_rate("flash3", "float32") == hardware.flops_per_second("float32")
+    assert hardware.peak("float32") > hardware.flops_per_second("float32")

@@ -172,8 +172,13 @@ class Arithmetic:
         held = block.parameters / ((s.e if block.experts else 1) * s.z * s.x * s.y)
         adds = (np.asarray(s.z) == 1) & (np.asarray(self.micros) > 1)
         added = (0.0, np.where(adds, 2.0 * practice.reduce_bytes * held, 0.0))
-        scale = 1.0 if practice.fused else UNFUSED
+        scale = self._width * (1.0 if practice.fused else UNFUSED)
         return self._bytes(*((forward * scale, backward * scale) for forward, backward in parts), added)
+
+    @property
+    def _width(self) -> float:
+        """Return the bytes of an activation over the two for which the constants of this module stand."""
+        return {"float32": 2.0, "float64": 4.0}.get(self.practice.dtype, 1.0)
 
     def _bytes(self, *parts: Sequence[Any]) -> Both:
         rate = self.hardware.memory_gbs * 1e9
@@ -187,7 +192,8 @@ class Arithmetic:
         length = m.sequence / s.cp
         reached = length / (length + HALF_SEQUENCE) * (m.head / (m.head + HALF_HEAD)) * (128 + HALF_HEAD) / 128
         flops = 4.0 * rows * m.attended * m.head
-        seconds = flops / (self.hardware.attention_rate(self.practice.attention) * reached)
+        wide = self.practice.dtype if self._width > 1 else ""
+        seconds = flops / (self.hardware.attention_rate(self.practice.attention, wide) * reached)
         return Both(seconds, FLASH_BACKWARD * seconds)
 
     def _written_core(self, rows: Any) -> Both:
