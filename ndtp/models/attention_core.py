@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ndtp.algebra.layout import Layout
 from ndtp.errors import LayoutError
 from ndtp.models.adopted import class_of
-from ndtp.models.cached_sequences import lay_caches
+from ndtp.models.cached_sequences import lay_caches, refuse_filled_caches
 from ndtp.models.cut_sequences import as_rows, context_of, in_sequences, of_tokens, row_axes, with_all_heads
 from ndtp.models.frame import Frame, Passage
 from ndtp.models.fused_order import in_order
@@ -139,6 +139,8 @@ class Core:
             if self.frame.splits(self.inner) > 1:
                 batch = self.given.lead[0]
                 lay_caches(bound.arguments, self.frame, self.inner, batch, self.layer, self.of_tokens)
+            if not self.of_tokens:
+                refuse_filled_caches(bound.arguments, self.layer, self._seen(self.given)[0], self)
         before, self.frame.summed = self.frame.summed, summed
         try:
             result = self._outside(forward(*bound.args, **bound.kwargs))

@@ -31,9 +31,10 @@ class Placeholder(Tensor):
             given = [x.source if isinstance(x, Placeholder) else x for x in args]
             return func(*given, **(kwargs or {}))
         name = str(getattr(func, "__name__", func)).strip("_")
+        mine: Any = next(x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Placeholder))
         raise LayoutError(
             f"parallelize: an attention module computes {name} of its hidden states before it projects them, which are "
-            f"split: {args[0].source.passage}\n  fix: leave its projections whole, by keep=; of adapters that were "
+            f"split: {mine.source.passage}\n  fix: leave its projections whole, by keep=; of adapters that were "
             "put on since, parallelize(model) once more"
         )
 

@@ -310,3 +310,22 @@ def check_data_of_split_weights():
 
 def test_a_new_layer_takes_the_data_of_a_split_weight(ranks):
     ranks(2).run(check_data_of_split_weights)
+
+
+def check_a_filled_cache():
+    """As peft's prefixes come: keys and values that the split model has not computed."""
+    from transformers import DynamicCache
+
+    model = build("LlamaForCausalLM", **ONE_LAYER)
+    config, given = model.config, inputs("LlamaForCausalLM", 4, 6)
+    heads, width = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+    ndtp.parallelize(model, mesh_of(Grid(y=2)), scheme="2d")
+    cache = DynamicCache(config=config)
+    cache.update(*(torch.ones(4, heads, 3, width, dtype=torch.float64) for _ in range(2)), 0)
+    with pytest.raises(ndtp.LayoutError, match=r"got a cache with keys \(4, .*\n  fix: an empty cache"):
+        model(**given, past_key_values=cache)
+    model(**given, past_key_values=DynamicCache(config=config))
+
+
+def test_a_cache_that_others_have_filled_is_refused(ranks):
+    ranks(2).run(check_a_filled_cache)
