@@ -244,12 +244,12 @@ def _finish(out: Any, job: Job, name: str, done: Trained, compare: Sequence[Path
     picture = job.output / "loss.png"
     with writing(picture):
         draw(picture, [job.output, *compare])
-    at = f"{done.step} of {job.steps} steps on {name}"
     if done.losses:
+        at = f"{done.step} of {job.steps} steps on {name}"
         held_out = "" if done.stopped else f", {done.held_out:.4f} on text that was held out"
         out.print(f"{at}: loss {done.losses[-1]:.4f}{held_out}; {done.tokens_per_second:,.0f} tokens a second")
     else:
-        out.print(f"{at} were done before; --steps takes more")
+        out.print(f"{done.step} steps were done before, --steps {job.steps} asks for no more")
     if done.sample:
         out.print(done.sample, markup=False, highlight=False)
     if done.stopped:
