@@ -16,11 +16,11 @@ from ndtp.cli.common import (
     COUNT,
     JsonOption,
     console,
+    dtype_of,
     environment_number,
     is_first_rank,
     must_be,
     num_ranks,
-    one_of,
     print_table,
     world_size,
     writable,
@@ -48,7 +48,7 @@ def calibrate(
     ranks_per_node: Annotated[
         int | None, typer.Option(callback=COUNT, help="Default: the launcher's LOCAL_WORLD_SIZE, else all ranks.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.", callback=one_of(*DTYPES))] = "fp32",
+    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.", callback=dtype_of(*DTYPES))] = "fp32",
     repeats: Annotated[int, typer.Option(callback=COUNT, help="Measurements of each size; the median counts.")] = 5,
     largest: Annotated[
         float,

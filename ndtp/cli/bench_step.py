@@ -18,6 +18,7 @@ from ndtp.cli.common import (
     JsonOption,
     axis_sizes,
     console,
+    dtype_of,
     is_first_rank,
     num_ranks,
     one_of,
@@ -52,7 +53,7 @@ def step(
     tokens: Annotated[int, typer.Option(callback=SIZE, help="Rows of the block.")] = 1024,
     hidden: Annotated[int, typer.Option(callback=SIZE, help="Features outside of the block.")] = 256,
     ffn: Annotated[int, typer.Option(callback=SIZE, help="Features inside of the block.")] = 1024,
-    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.", callback=one_of(*DTYPES))] = "fp32",
+    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.", callback=dtype_of(*DTYPES))] = "fp32",
     grids: Annotated[
         list[str] | None, typer.Option("--grid", metavar="'z=2 x=2 y=2'", help="Grids; default: the best by volume.")
     ] = None,

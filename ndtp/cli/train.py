@@ -25,6 +25,7 @@ from ndtp.cli.common import (
     WireOption,
     axis_sizes,
     console,
+    dtype_of,
     is_first_rank,
     must_be,
     num_ranks,
@@ -102,7 +103,7 @@ def train(
     save_every: Annotated[int, typer.Option(callback=COUNT, help="Steps between checkpoints.")] = 100,
     chunks: Annotated[str, typer.Option(help="Of rows, for overlap: a number or auto.")] = "auto",
     wire: WireOption = None,
-    dtype: Annotated[str, typer.Option(callback=one_of("float32", "float64", "bfloat16"))] = "float32",
+    dtype: Annotated[str, typer.Option(callback=dtype_of("float32", "float64", "bfloat16"))] = "float32",
     hardware: Annotated[
         str, typer.Option(metavar="NAME", help="A preset like h100-ib or a .toml profile: logs utilisation, MFU.")
     ] = "",
