@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # Where a request says nothing: tokens of a step, and the longest sequence that is assumed.
 TOKENS, LONGEST = 4 * 2**20, 8192
+LEAST_GAIN = 0.01  # of a step's time, by a wire of fewer bytes, that is worth a line
 
 
 @dataclass(frozen=True)
@@ -171,8 +172,12 @@ def _say(out: Any, best: SplitChoice, choices: list[SplitChoice]) -> None:
 
     out.print(f"{why(best)} What limits it: {limits(best)}.", highlight=False)
     if best.practice.wire is None and best.question.ranks > 1:
-        named = ", ".join(f"{seconds:.4g} s as {name}" for name, seconds in in_fewer_bytes(best).items())
-        out.print(f"In fewer bytes (--wire) the step would take {named}, not {best.seconds:.4g} s.", highlight=False)
+        faster = {name: s for name, s in in_fewer_bytes(best).items() if s < (1 - LEAST_GAIN) * best.seconds}
+        named = ", ".join(f"{seconds:.4g} s as {name}" for name, seconds in faster.items())
+        if named:
+            out.print(
+                f"In fewer bytes (--wire) the step would take {named}, not {best.seconds:.4g} s.", highlight=False
+            )
 
 
 def in_fewer_bytes(best: SplitChoice) -> dict[str, float]:
