@@ -29,7 +29,7 @@ from ndtp.cli.common import (
 )
 from ndtp.cli.progress import waiting
 from ndtp.errors import GridError
-from ndtp.planner.fields import Number
+from ndtp.planner.fields import Number, in_digits
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -91,8 +91,8 @@ def calibrate(
         output.write_text(to_toml(hardware, fits, samples), encoding="utf-8")
     print_table(out, _table(f"fit of {output.stem}: {count} ranks, {per_node} a node, {dtype}", fits))
     _print_links(out, hardware)
-    rates = ", ".join(f"{name} {rate:.3g}" for name, rate in rates_by_class(samples).items())
-    out.print(f"TFLOP/s: {rates}; large products {hardware.tflops[DTYPES[dtype]]:.3g}", highlight=False)
+    rates = ", ".join(f"{name} {in_digits(rate)}" for name, rate in rates_by_class(samples).items())
+    out.print(f"TFLOP/s: {rates}; large products {in_digits(hardware.tflops[DTYPES[dtype]])}", highlight=False)
     out.print(f"wrote {output}")
     write_json(json_file, {
         "output": str(output), "ranks": count, "ranks_per_node": per_node, "dtype": DTYPES[dtype],
@@ -105,7 +105,8 @@ def _print_links(out: Console, hardware: Hardware) -> None:
     for name in ("intra", "inter"):
         link = getattr(hardware, name)
         out.print(
-            f"{name}: {link.bandwidth_gbs:.4g} GB/s, {link.latency_us:.4g} us a call, {link.hop_us:.4g} us a hop",
+            f"{name}: {in_digits(link.bandwidth_gbs, 4)} GB/s, {in_digits(link.latency_us, 4)} us a call, "
+            f"{in_digits(link.hop_us, 4)} us a hop",
             highlight=False,
         )
 

@@ -28,6 +28,7 @@ from ndtp.cli.common import (
 )
 from ndtp.cli.progress import Bar
 from ndtp.errors import GridError
+from ndtp.planner.fields import in_digits
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -226,7 +227,7 @@ def _table(rows: list[dict[str, Any]], ranks: int, shape: Any, dtype: str, hardw
         numbers = [row[key] for key in ("step_ms", "algbw_gbs", "busbw_gbs")]
         times = [row[key] for key in ("local_ms", "exposed_ms", "roof_ms", "predicted_ms")]
         place = f"{row['planner_rank']}/{row['measured_rank'] or '-'}" if row["planner_rank"] else "-"
-        cells = [f"{row['received_bytes'] / 2**20:.4g}", *map(_number, numbers), str(row["wrong"])]
+        cells = [in_digits(row["received_bytes"] / 2**20, 4), *map(_number, numbers), str(row["wrong"])]
         table.add_row(row["name"], *cells, *map(_number, times), place)
     done = max(row["rounds"] for row in rows)
     table.caption = (

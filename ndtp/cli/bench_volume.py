@@ -28,7 +28,7 @@ from ndtp.cli.common import (
     write_json,
 )
 from ndtp.cli.volume_files import Line, draw, write_csv
-from ndtp.planner.fields import Number
+from ndtp.planner.fields import Number, in_digits
 
 if TYPE_CHECKING:
     import torch
@@ -233,7 +233,7 @@ def _one_per_scheme(chosen: list[Any]) -> list[Any]:
 
 
 def _mib(count: int) -> str:
-    return f"{count / 2**20:,.4g}" if count < 2**30 * 9 else f"{count / 2**20:,.0f}"
+    return in_digits(count / 2**20, 4) if count < 2**30 * 9 else f"{count / 2**20:,.0f}"
 
 
 def _volumes(
@@ -276,6 +276,6 @@ def _analysis(rows: list[Any]) -> Table:
     for heading in ("computation", "parameters", "activations", "formula", "forward", "backward"):
         table.add_column(heading, justify="right", no_wrap=True)
     for a in rows:
-        shares = (f"1/{1 / share:.4g}" for share in (a.computation, a.parameters, a.activations))
+        shares = (f"1/{in_digits(1 / share, 4)}" for share in (a.computation, a.parameters, a.activations))
         table.add_row(a.case.scheme, str(a.case), *shares, f"{a.published:,}", f"{a.forward:,}", f"{a.backward:,}")
     return table

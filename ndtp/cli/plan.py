@@ -25,6 +25,7 @@ from ndtp.cli.common import (
 from ndtp.cli.planned_model import model_as_dict, model_at, say_model
 from ndtp.dtypes import SHORT
 from ndtp.errors import GridError
+from ndtp.planner.fields import in_digits
 
 if TYPE_CHECKING:
     from ndtp.planner.block_cost import Block
@@ -217,11 +218,11 @@ def _table(plans: list[GridPlan], count: int) -> Table:
             str(i),
             grid_text(each),
             each.kind.replace("data parallel", "DP").replace("expert parallel", "EP"),
-            f"{mib:,.0f}" if 1e4 <= mib < 1e9 else f"{mib:,.4g}",
-            f"{each.bound_ratio:.3g}",
-            f"{each.step_ms:.4g}",
+            f"{mib:,.0f}" if 1e4 <= mib < 1e9 else in_digits(mib, 4),
+            in_digits(each.bound_ratio),
+            in_digits(each.step_ms, 4),
             f"{each.exposed_ms / each.step_ms:.0%}",
-            f"{each.memory_bytes / GIB:.3g}",
+            in_digits(each.memory_bytes / GIB),
         )
     table.caption = (
         "Per rank, forward and backward; times are predicted, not measured.\n"
@@ -277,11 +278,12 @@ def _say_savings(out: Any, savings: list[dict[str, Any]]) -> None:
     """Say what this grid would receive, and how long a step would take, in each dtype of the wire."""
     first, *others = savings
     if first["volume_bytes"] and others:
-        mib = first["volume_bytes"] / 2**20
-        out.print(f"In fewer bytes (--wire) this grid's {mib:,.4g} MiB and {first['step_ms']:.4g} ms would be:")
+        mib, ms = in_digits(first["volume_bytes"] / 2**20, 4), in_digits(first["step_ms"], 4)
+        out.print(f"In fewer bytes (--wire) this grid's {mib} MiB and {ms} ms would be:")
         for each in others:
             share = each["volume_bytes"] / first["volume_bytes"]
-            text = f"  {each['wire']:5} {each['volume_bytes'] / 2**20:,.4g} MiB ({share:.0%}), {each['step_ms']:.4g} ms"
+            mib, ms = in_digits(each["volume_bytes"] / 2**20, 4), in_digits(each["step_ms"], 4)
+            text = f"  {each['wire']:5} {mib} MiB ({share:.0%}), {ms} ms"
             out.print(text, highlight=False)
 
 

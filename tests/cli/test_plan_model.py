@@ -126,6 +126,7 @@ def test_one_long_sequence(ndtp, config):
     "words, message",
     [
         (("--ranks", "8"), "nothing fits into 72 GiB a rank on 8 ranks"),
+        (("--ranks", "1", "--layers", "10000"), "the least that any way needs is 129,000 GiB; more ranks"),
         (("--ranks", "64", "--tokens", "8193"), "--tokens 8193 are no whole sequences of 8192"),
         (("--ranks", "64", "--software", "deepspeed"), "software='deepspeed'; it must be one of ndtp"),
         (("--ranks", "64", "--recompute", "some"), "recompute='some'; it must be one of auto"),

@@ -12,7 +12,7 @@ import numpy as np
 
 from ndtp.algebra.grid import divisors
 from ndtp.errors import GridError
-from ndtp.planner.fields import Entries, Number, Word
+from ndtp.planner.fields import Entries, Number, Word, in_digits
 from ndtp.planner.hardware import MAX_RANKS, Hardware
 from ndtp.planner.training.memory import OPTIMIZERS, StepMemory, memory
 from ndtp.planner.training.practice import PRACTICES, RECOMPUTE, Practice
@@ -265,6 +265,6 @@ def _nothing(question: Question, least: float | None) -> str:
             + "\n  fix: a batch that is a multiple of the ranks, or fewer axes that are given"
         )  # fmt: skip
     return (
-        f"plan: nothing fits into {question.room / GIB:.3g} GiB a rank on {question.ranks} ranks\n"
-        f"  fix: the least that any way needs is {least / GIB:.3g} GiB; more ranks, or --memory-limit"
+        f"plan: nothing fits into {in_digits(question.room / GIB)} GiB a rank on {question.ranks} ranks\n"
+        f"  fix: the least that any way needs is {in_digits(least / GIB)} GiB; more ranks, or --memory-limit"
     )
