@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ndtp.algebra.schemes import SCHEMES, usual_scheme
+from ndtp.algebra.schemes import OTHER_AXES, SCHEMES, TENSOR_AXES, unused_axes, usual_scheme
 from ndtp.algebra.wire import Wire
 from ndtp.cli.common import (
     COUNT,
@@ -149,6 +149,12 @@ def train(
         scheme, stages, micro_batches = planned if scheme == "auto" else scheme, 1, 1
         out.print(f"of {there} ranks the planner chooses {_named(axes)}, scheme {scheme}", highlight=False)
         ranks = None
+    scheme = usual_scheme(axes) if scheme == "auto" else scheme
+    if unused := unused_axes(axes, scheme):
+        raise typer.BadParameter(
+            f"scheme {scheme} has no axis {unused[0]}; it takes {', '.join((*TENSOR_AXES, *OTHER_AXES))}, of which dp "
+            "splits rows alone", param_hint="--grid",
+        )  # fmt: skip
     count = math.prod(axes.values()) * stages
     micro_batches = micro_batches or (2 * stages if stages > 1 else 1)
     if micro_batches > 1 and stages == 1:
@@ -184,7 +190,7 @@ def train(
             output=output.resolve(), stop_file=stop_file,
             text=text and text.resolve(), config=model and model.resolve(),
             sizes=ByteModelSizes(width, 4 * width, layers, heads), grid=axes,
-            scheme=usual_scheme(axes) if scheme == "auto" else scheme, steps=steps, batch=batch, context=context,
+            scheme=scheme, steps=steps, batch=batch, context=context,
             learning_rate=learning_rate, clip=clip, seed=seed, save_every=save_every, chunks=_chunks(chunks),
             dtype=dtype, tensorboard=tensorboard, stages=stages, micro_batches=micro_batches,
             tokens=tokens, tokenizer=tokenizer and tokenizer.resolve(), hardware=hardware, sample=sample, prompt=prompt,

@@ -157,6 +157,8 @@ def test_under_torchrun(ranks, tmp_path):
     [
         (("--grid", "x=2", "--ranks", 4), "takes 2 ranks, --ranks is 4"),
         (("--grid", "x"), "not an axis and its size"),
+        (("--grid", "z=2,q=2"), "scheme 3d has no axis q; it takes x, y, z, dp, e, of which dp splits rows alone"),
+        (("--grid", "dq=2,x=2", "--scheme", "1d"), "scheme 1d has no axis dq; it takes"),
         (("--chunks", "none"), "from 1 to 1024, or auto"),
         (("no such file",), "cannot be read"),
         ((".",), "it is a folder; fix: --data ., which reads all files"),
