@@ -124,6 +124,7 @@ def plan(
     from ndtp.planner.request import Request, check_arguments
     from ndtp.planner.search import search, wire_savings
     from ndtp.planner.training.splits import STEP_AXES
+    from ndtp.planner.training.transformer import Transformer
 
     if (decode or batch is not None) and model is None:
         raise GridError("plan: --decode and --batch take --model, the path of a config.json")
@@ -153,10 +154,12 @@ def plan(
             chosen = answer(out, question, asked, top, emit, plot)
             write_json(json_file, result(chosen) | {"model": model_as_dict(sizes)})
             return
+    unlike = "" if sizes is None or objective != "time" else Transformer.why_not(sizes.blocks(1))
     if emit is not None:
+        why = f"; this one is not: {unlike}" * bool(unlike)
         raise GridError(
-            "plan: --emit writes a program for a --model of one stack of like layers (no encoder beside a decoder, no "
-            "dense layers beside experts) and --objective time; fix: leave out --emit, and take the grid"
+            "plan: --emit writes a program for a --model of one stack of like layers between an embedding and a head, "
+            f"and --objective time{why}; fix: leave out --emit, and take the grid"
         )
     if tokens is None and model is not None:
         tokens = tokens_of(model, batch, sequence)
@@ -177,6 +180,10 @@ def plan(
     plans = search(request)
     if sizes is not None:
         say_model(out, sizes)
+    if unlike:
+        out.print(
+            f"Planned block by block, without stages, micro-batches and recomputation: {unlike}.", highlight=False
+        )
     print_table(out, _table(plans[:top], len(plans)))
     savings = wire_savings(plans[0])
     _say_best(out, plans[0], sizes is not None, savings)

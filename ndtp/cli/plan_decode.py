@@ -37,7 +37,10 @@ def decode_question(asked: Asked, model: ModelSizes | CountedModel, batch: int |
     Number(1, 2**31, integer=True).check("plan", "sequence", sequence)
     shape = Transformer.of(str(config.get("model_type", "model")), model.blocks(1), sequence)
     if shape is None:
-        raise GridError("plan: --decode takes a model of one stack of layers between an embedding and a head")
+        raise GridError(
+            "plan: --decode takes a model of one stack of like layers between an embedding and a head; this one is "
+            f"not: {Transformer.why_not(model.blocks(1))}\n  fix: leave out --decode"
+        )
     check_generates(asked.path)
     return DecodeQuestion(
         shape, BATCH if batch is None else batch, asked.ranks, Hardware.load(asked.hardware), asked.dtype,

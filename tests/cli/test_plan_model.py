@@ -159,6 +159,31 @@ def test_wrong_use_exits_2_and_says_what_would_work(ndtp, config, words, message
     assert code == 2 and message in " ".join(err.split())
 
 
+@pytest.mark.parametrize(
+    "config, why",
+    [
+        (
+            transformers.ViTConfig(architectures=["ViTForImageClassification"]),
+            "it has no embedding of tokens with a head",
+        ),
+        (
+            transformers.T5Config(architectures=["T5ForConditionalGeneration"]),
+            "it has attention of 2 kinds, as an encoder",
+        ),
+    ],
+    ids=["vit", "t5"],
+)
+def test_a_model_that_is_planned_block_by_block_is_told_why(ndtp, tmp_path, monkeypatch, config, why):
+    monkeypatch.setenv("COLUMNS", "200")
+    config.save_pretrained(tmp_path)
+    words = ("plan", "--model", str(tmp_path), "--ranks", "2", "--tokens", "4096", "--top", "1")
+    code, out, said = ndtp(*words)
+    assert code == 0 and f"without stages, micro-batches and recomputation: {why}" in " ".join(out.split()), said
+    for option in (("--emit", str(tmp_path / "train.py")), ("--decode",)):
+        code, _, said = ndtp(*(words if "--emit" in option else words[:5]), *option)
+        assert code == 2 and f"this one is not: {why}" in " ".join(said.split()), said
+
+
 def _run(text):
     names = {"__name__": "emitted"}
     exec(compile(text.replace("STEPS = 10", "STEPS = 1"), "emitted", "exec"), names)
