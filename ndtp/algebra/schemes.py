@@ -168,6 +168,16 @@ MEANT = {  # by what other libraries and papers call them
 }  # fmt: skip
 
 
+def unused_axes(axes: Mapping[str, int], scheme: str) -> list[str]:
+    """Return the axes that no scheme knows by name: rows alone would be split over them, as over dp.
+
+    The only axis of a 1D scheme, beside dp and e, has any name.
+    """
+    others = [axis for axis, size in axes.items() if axis not in (*TENSOR_AXES, *OTHER_AXES) and size > 1]
+    is_the_only = scheme.startswith("1d") and len(others) == 1 and not any(axis in TENSOR_AXES for axis in axes)
+    return [] if is_the_only else others
+
+
 def usual_scheme(axes: Mapping[str, int]) -> str:
     """The scheme that axes suggest: 3D where there is z, 2D on a square, 1D sequence parallel on a line."""
     used = [axis for axis in TENSOR_AXES if axes.get(axis, 1) > 1]

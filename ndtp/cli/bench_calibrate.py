@@ -16,11 +16,11 @@ from ndtp.cli.common import (
     COUNT,
     JsonOption,
     console,
+    dtype_of,
     environment_number,
     is_first_rank,
     must_be,
     num_ranks,
-    one_of,
     print_table,
     world_size,
     writable,
@@ -29,7 +29,7 @@ from ndtp.cli.common import (
 )
 from ndtp.cli.progress import waiting
 from ndtp.errors import GridError
-from ndtp.planner.fields import Number
+from ndtp.planner.fields import Number, in_digits
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,7 +48,7 @@ def calibrate(
     ranks_per_node: Annotated[
         int | None, typer.Option(callback=COUNT, help="Default: the launcher's LOCAL_WORLD_SIZE, else all ranks.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.", callback=one_of(*DTYPES))] = "fp32",
+    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.", callback=dtype_of(*DTYPES))] = "fp32",
     repeats: Annotated[int, typer.Option(callback=COUNT, help="Measurements of each size; the median counts.")] = 5,
     largest: Annotated[
         float,
@@ -91,8 +91,8 @@ def calibrate(
         output.write_text(to_toml(hardware, fits, samples), encoding="utf-8")
     print_table(out, _table(f"fit of {output.stem}: {count} ranks, {per_node} a node, {dtype}", fits))
     _print_links(out, hardware)
-    rates = ", ".join(f"{name} {rate:.3g}" for name, rate in rates_by_class(samples).items())
-    out.print(f"TFLOP/s: {rates}; large products {hardware.tflops[DTYPES[dtype]]:.3g}", highlight=False)
+    rates = ", ".join(f"{name} {in_digits(rate)}" for name, rate in rates_by_class(samples).items())
+    out.print(f"TFLOP/s: {rates}; large products {in_digits(hardware.tflops[DTYPES[dtype]])}", highlight=False)
     out.print(f"wrote {output}")
     write_json(json_file, {
         "output": str(output), "ranks": count, "ranks_per_node": per_node, "dtype": DTYPES[dtype],
@@ -105,7 +105,8 @@ def _print_links(out: Console, hardware: Hardware) -> None:
     for name in ("intra", "inter"):
         link = getattr(hardware, name)
         out.print(
-            f"{name}: {link.bandwidth_gbs:.4g} GB/s, {link.latency_us:.4g} us a call, {link.hop_us:.4g} us a hop",
+            f"{name}: {in_digits(link.bandwidth_gbs, 4)} GB/s, {in_digits(link.latency_us, 4)} us a call, "
+            f"{in_digits(link.hop_us, 4)} us a hop",
             highlight=False,
         )
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from ndtp.cli.common import JsonOption, console, numbers, one_of, print_table, write_json
+from ndtp.cli.common import JsonOption, console, dtype_of, numbers, print_table, write_json
 from ndtp.errors import LayoutError
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -19,7 +19,7 @@ DEFAULT_SHAPES = ["8192,14336,4096", "8192,4096,14336", "2048,14336,4096", "8192
 
 def gemm(
     shape: Annotated[list[str] | None, typer.Option(metavar="M,N,K", help="Sizes of a product; repeatable.")] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.", callback=one_of(*DTYPES))] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.", callback=dtype_of(*DTYPES))] = "bfloat16",
     tune: Annotated[bool, typer.Option("--tune", help="Keep the winners in the user's cache; needs a GPU.")] = False,
     json_file: JsonOption = None,
 ) -> None:

@@ -18,6 +18,7 @@ from ndtp.cli.common import (
     SIZE,
     JsonOption,
     console,
+    dtype_of,
     is_first_rank,
     num_ranks,
     one_of,
@@ -67,7 +68,7 @@ def overlap(
     hidden: Annotated[int, typer.Option(callback=SIZE, help="Features outside of the block.")] = 256,
     ffn: Annotated[int, typer.Option(callback=SIZE, help="Features inside of the block.")] = 1024,
     chunks: Annotated[str, typer.Option(help="Chunks of rows that overlap, or auto.")] = "4",
-    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.", callback=one_of(*DTYPES))] = "fp32",
+    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.", callback=dtype_of(*DTYPES))] = "fp32",
     rounds: Annotated[int, typer.Option(callback=COUNT, help="Steps; the one of median time is shown.")] = 5,
     warmup: Annotated[int, typer.Option(callback=COUNT_OR_NONE, help="Steps before these.")] = 2,
     paced: Annotated[

@@ -18,6 +18,7 @@ from ndtp.cli.common import (
     JsonOption,
     axis_sizes,
     console,
+    dtype_of,
     is_first_rank,
     num_ranks,
     one_of,
@@ -27,6 +28,7 @@ from ndtp.cli.common import (
 )
 from ndtp.cli.progress import Bar
 from ndtp.errors import GridError
+from ndtp.planner.fields import in_digits
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,7 +54,7 @@ def step(
     tokens: Annotated[int, typer.Option(callback=SIZE, help="Rows of the block.")] = 1024,
     hidden: Annotated[int, typer.Option(callback=SIZE, help="Features outside of the block.")] = 256,
     ffn: Annotated[int, typer.Option(callback=SIZE, help="Features inside of the block.")] = 1024,
-    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.", callback=one_of(*DTYPES))] = "fp32",
+    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.", callback=dtype_of(*DTYPES))] = "fp32",
     grids: Annotated[
         list[str] | None, typer.Option("--grid", metavar="'z=2 x=2 y=2'", help="Grids; default: the best by volume.")
     ] = None,
@@ -225,7 +227,7 @@ def _table(rows: list[dict[str, Any]], ranks: int, shape: Any, dtype: str, hardw
         numbers = [row[key] for key in ("step_ms", "algbw_gbs", "busbw_gbs")]
         times = [row[key] for key in ("local_ms", "exposed_ms", "roof_ms", "predicted_ms")]
         place = f"{row['planner_rank']}/{row['measured_rank'] or '-'}" if row["planner_rank"] else "-"
-        cells = [f"{row['received_bytes'] / 2**20:.4g}", *map(_number, numbers), str(row["wrong"])]
+        cells = [in_digits(row["received_bytes"] / 2**20, 4), *map(_number, numbers), str(row["wrong"])]
         table.add_row(row["name"], *cells, *map(_number, times), place)
     done = max(row["rounds"] for row in rows)
     table.caption = (

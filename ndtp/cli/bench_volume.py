@@ -19,16 +19,16 @@ from ndtp.cli.common import (
     WireOption,
     axis_sizes,
     console,
+    dtype_of,
     must_be,
     num_ranks,
-    one_of,
     print_table,
     world_size,
     writable,
     write_json,
 )
 from ndtp.cli.volume_files import Line, draw, write_csv
-from ndtp.planner.fields import Number
+from ndtp.planner.fields import Number, in_digits
 
 if TYPE_CHECKING:
     import torch
@@ -82,7 +82,7 @@ def volume(
     ] = None,
     target: Annotated[int | None, typer.Option(callback=SIZE, help="Length of its decoder's, if other.")] = None,
     fix: FixOption = None,
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.", callback=one_of(*DTYPES))] = "bf16",
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.", callback=dtype_of(*DTYPES))] = "bf16",
     wire: WireOption = None,
     top: Annotated[int, typer.Option(callback=COUNT, help="Grids to show, beside the best of each scheme.")] = 8,
     real: RealOption = None,
@@ -233,7 +233,7 @@ def _one_per_scheme(chosen: list[Any]) -> list[Any]:
 
 
 def _mib(count: int) -> str:
-    return f"{count / 2**20:,.4g}" if count < 2**30 * 9 else f"{count / 2**20:,.0f}"
+    return in_digits(count / 2**20, 4) if count < 2**30 * 9 else f"{count / 2**20:,.0f}"
 
 
 def _volumes(
@@ -276,6 +276,6 @@ def _analysis(rows: list[Any]) -> Table:
     for heading in ("computation", "parameters", "activations", "formula", "forward", "backward"):
         table.add_column(heading, justify="right", no_wrap=True)
     for a in rows:
-        shares = (f"1/{1 / share:.4g}" for share in (a.computation, a.parameters, a.activations))
+        shares = (f"1/{in_digits(1 / share, 4)}" for share in (a.computation, a.parameters, a.activations))
         table.add_row(a.case.scheme, str(a.case), *shares, f"{a.published:,}", f"{a.forward:,}", f"{a.backward:,}")
     return table

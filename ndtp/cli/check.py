@@ -22,6 +22,7 @@ from ndtp.cli.common import (
     JsonOption,
     RanksOption,
     console,
+    dtype_of,
     is_first_rank,
     num_ranks,
     one_of,
@@ -85,7 +86,9 @@ def check(
     ] = None,
     dtype: Annotated[
         list[str] | None,
-        typer.Option(help=f"One of {', '.join(DTYPES)}; may be repeated. Default: float32.", callback=one_of(*DTYPES)),
+        typer.Option(
+            help=f"One of {', '.join(DTYPES)}; may be repeated. Default: float32.", callback=dtype_of(*DTYPES)
+        ),
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="One grid of each kind, products in one form: some seconds.")

@@ -16,6 +16,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from ndtp.algebra.wire import Wire
+from ndtp.dtypes import SHORT, name_of
 from ndtp.errors import GridError
 from ndtp.planner.fields import Kind, Number, Word, finite, integer, reason, shown, unwritable
 
@@ -42,6 +43,22 @@ def must_be(kind: Kind) -> Callable[[Any], Any]:
 
 def one_of(*words: str) -> Callable[[Any], Any]:
     return must_be(Word(words))
+
+
+def dtype_of(*names: str) -> Callable[[Any], Any]:
+    """The callback of an option that takes dtypes by their long and short names, and gives them as `names` has them."""
+    by_name = {name_of(name): name for name in names}
+    others = [word for pair in SHORT.items() if by_name.keys() & {*pair} for word in pair if word not in names]
+
+    def check(value: Any) -> Any:
+        for each in value if isinstance(value, list) else [] if value is None else [value]:
+            if name_of(each) not in by_name:
+                raise typer.BadParameter(f"{shown(each)}; it must be {Word(names)}, or {', '.join(others)}")
+        if isinstance(value, list):
+            return [by_name[name_of(each)] for each in value]
+        return value if value is None else by_name[name_of(value)]
+
+    return check
 
 
 def writable(*suffixes: str, stdout: bool = False) -> Callable[[Any], Any]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ndtp.cli.common import JsonOption, console, one_of, write_json
+from ndtp.cli.common import JsonOption, console, dtype_of, write_json
 from ndtp.cli.train_log import LOG
 
 CHECKPOINT, CONFIG, TOKENIZER = "checkpoint", "config.json", "tokenizer"  # of an output of ndtp train
@@ -26,7 +26,7 @@ def export(
         Path | None, typer.Option(metavar="PATH", help="A folder or a tokenizer.json, whose tokenizer goes along.")
     ] = None,
     dtype: Annotated[
-        str, typer.Option(callback=one_of("same", "float32", "bfloat16", "float16"), help="Of the weights.")
+        str, typer.Option(callback=dtype_of("same", "float32", "bfloat16", "float16"), help="Of the weights.")
     ] = "same",
     file_gb: Annotated[float, typer.Option(min=0.001, max=1000.0, help="Size of one file at most, in GB.")] = 5.0,
     json_file: JsonOption = None,

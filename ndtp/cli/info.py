@@ -15,7 +15,7 @@ from rich.table import Table
 
 import ndtp
 from ndtp.cli.bench_gemm import DTYPES, choice_table, sizes_of
-from ndtp.cli.common import JsonOption, console, one_of, print_table, write_json
+from ndtp.cli.common import JsonOption, console, dtype_of, print_table, write_json
 
 MOST_NAMED = 64  # ranks that left no record
 
@@ -26,7 +26,7 @@ def info(
         typer.Option(metavar="M N K", help="Show which kernel multiplies these sizes, and why."),
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="With --gemm: bfloat16, float16 or float32.", callback=one_of(*DTYPES))
+        str, typer.Option(help="With --gemm: bfloat16, float16 or float32.", callback=dtype_of(*DTYPES))
     ] = "bfloat16",
     flight: Annotated[
         Path | None,

@@ -16,6 +16,7 @@ from ndtp.cli.planned_model import length_at
 from ndtp.cli.progress import Bar
 from ndtp.cli.volume_files import Line, draw, write_csv
 from ndtp.errors import GridError, LayoutError
+from ndtp.planner.fields import in_digits
 
 if TYPE_CHECKING:
     from ndtp.measure.model_volume import GridCandidate
@@ -106,7 +107,8 @@ def _table(title: str, chosen: list[Any], rows: list[dict[str, Any]]) -> Table:
             table.add_row(str(candidate), candidate.scheme, "", "", "refused", "", row["refused"].splitlines()[0])
             continue
         axes, part = max(row["by_axes"].items(), key=lambda each: each[1], default=("nothing", 0))
-        cells = [f"{row[key] / 2**20:,.0f}" for key in ("forward_bytes", "backward_bytes", "bytes")]
+        sizes = [row[key] / 2**20 for key in ("forward_bytes", "backward_bytes", "bytes")]
+        cells = [f"{mib:,.0f}" if mib >= 100 else in_digits(mib) for mib in sizes]
         most = f"{part / max(1, row['bytes']):.0%} over {axes}"
         table.add_row(str(candidate), candidate.scheme, *cells, f"{row['bytes'] / max(1, least):.2f}", most)
     table.caption = "As model.ndtp_report.volume says on these grids: loss, norms and embedding included."

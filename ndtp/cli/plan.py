@@ -25,6 +25,7 @@ from ndtp.cli.common import (
 from ndtp.cli.planned_model import model_as_dict, model_at, say_model
 from ndtp.dtypes import SHORT
 from ndtp.errors import GridError
+from ndtp.planner.fields import in_digits
 
 if TYPE_CHECKING:
     from ndtp.planner.block_cost import Block
@@ -123,6 +124,7 @@ def plan(
     from ndtp.planner.request import Request, check_arguments
     from ndtp.planner.search import search, wire_savings
     from ndtp.planner.training.splits import STEP_AXES
+    from ndtp.planner.training.transformer import Transformer
 
     if (decode or batch is not None) and model is None:
         raise GridError("plan: --decode and --batch take --model, the path of a config.json")
@@ -152,10 +154,12 @@ def plan(
             chosen = answer(out, question, asked, top, emit, plot)
             write_json(json_file, result(chosen) | {"model": model_as_dict(sizes)})
             return
+    unlike = "" if sizes is None or objective != "time" else Transformer.why_not(sizes.blocks(1))
     if emit is not None:
+        why = f"; this one is not: {unlike}" * bool(unlike)
         raise GridError(
-            "plan: --emit writes a program for a --model of one stack of like layers (no encoder beside a decoder, no "
-            "dense layers beside experts) and --objective time; fix: leave out --emit, and take the grid"
+            "plan: --emit writes a program for a --model of one stack of like layers between an embedding and a head, "
+            f"and --objective time{why}; fix: leave out --emit, and take the grid"
         )
     if tokens is None and model is not None:
         tokens = tokens_of(model, batch, sequence)
@@ -176,6 +180,10 @@ def plan(
     plans = search(request)
     if sizes is not None:
         say_model(out, sizes)
+    if unlike:
+        out.print(
+            f"Planned block by block, without stages, micro-batches and recomputation: {unlike}.", highlight=False
+        )
     print_table(out, _table(plans[:top], len(plans)))
     savings = wire_savings(plans[0])
     _say_best(out, plans[0], sizes is not None, savings)
@@ -217,11 +225,11 @@ def _table(plans: list[GridPlan], count: int) -> Table:
             str(i),
             grid_text(each),
             each.kind.replace("data parallel", "DP").replace("expert parallel", "EP"),
-            f"{mib:,.0f}" if 1e4 <= mib < 1e9 else f"{mib:,.4g}",
-            f"{each.bound_ratio:.3g}",
-            f"{each.step_ms:.4g}",
+            f"{mib:,.0f}" if 1e4 <= mib < 1e9 else in_digits(mib, 4),
+            in_digits(each.bound_ratio),
+            in_digits(each.step_ms, 4),
             f"{each.exposed_ms / each.step_ms:.0%}",
-            f"{each.memory_bytes / GIB:.3g}",
+            in_digits(each.memory_bytes / GIB),
         )
     table.caption = (
         "Per rank, forward and backward; times are predicted, not measured.\n"
@@ -277,11 +285,12 @@ def _say_savings(out: Any, savings: list[dict[str, Any]]) -> None:
     """Say what this grid would receive, and how long a step would take, in each dtype of the wire."""
     first, *others = savings
     if first["volume_bytes"] and others:
-        mib = first["volume_bytes"] / 2**20
-        out.print(f"In fewer bytes (--wire) this grid's {mib:,.4g} MiB and {first['step_ms']:.4g} ms would be:")
+        mib, ms = in_digits(first["volume_bytes"] / 2**20, 4), in_digits(first["step_ms"], 4)
+        out.print(f"In fewer bytes (--wire) this grid's {mib} MiB and {ms} ms would be:")
         for each in others:
             share = each["volume_bytes"] / first["volume_bytes"]
-            text = f"  {each['wire']:5} {each['volume_bytes'] / 2**20:,.4g} MiB ({share:.0%}), {each['step_ms']:.4g} ms"
+            mib, ms = in_digits(each["volume_bytes"] / 2**20, 4), in_digits(each["step_ms"], 4)
+            text = f"  {each['wire']:5} {mib} MiB ({share:.0%}), {ms} ms"
             out.print(text, highlight=False)
 
 

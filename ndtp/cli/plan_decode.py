@@ -10,6 +10,7 @@ from ndtp.cli.common import print_table, writing
 from ndtp.cli.plan_model import Asked, config_of
 from ndtp.cli.planned_model import check_generates, config_file, length_at
 from ndtp.errors import GridError
+from ndtp.planner.fields import in_digits
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,7 +37,10 @@ def decode_question(asked: Asked, model: ModelSizes | CountedModel, batch: int |
     Number(1, 2**31, integer=True).check("plan", "sequence", sequence)
     shape = Transformer.of(str(config.get("model_type", "model")), model.blocks(1), sequence)
     if shape is None:
-        raise GridError("plan: --decode takes a model of one stack of layers between an embedding and a head")
+        raise GridError(
+            "plan: --decode takes a model of one stack of like layers between an embedding and a head; this one is "
+            f"not: {Transformer.why_not(model.blocks(1))}\n  fix: leave out --decode"
+        )
     check_generates(asked.path)
     return DecodeQuestion(
         shape, BATCH if batch is None else batch, asked.ranks, Hardware.load(asked.hardware), asked.dtype,
@@ -61,7 +65,7 @@ def answer_decode(out: Any, question: DecodeQuestion, top: int, path: str, emit:
     won = winners(question)
     for first, last, choice in won:
         of = f"{first} sequences" if first == last else f"{first} to {last} sequences"
-        out.print(f"  {of}: {choice.scheme}, {choice.seconds * 1e3:.3g} ms a step at {first}", highlight=False)
+        out.print(f"  {of}: {choice.scheme}, {in_digits(choice.seconds * 1e3)} ms a step at {first}", highlight=False)
     out.print(f"  mesh = ndtp.ProcessGrid(ndtp.Grid({grid_of(best)}))", highlight=False, soft_wrap=True)
     out.print(f'  model = ndtp.parallelize(model, mesh, scheme="{best.scheme}")', highlight=False, soft_wrap=True)
     if emit is not None:
@@ -101,8 +105,8 @@ def _table(choices: list[DecodeChoice]) -> Table:
     for i, each in enumerate(choices, 1):
         parts = (each.products, each.cache, each.moved, each.latency)
         table.add_row(
-            str(i), str(each), f"{each.seconds * 1e3:.3g}", f"{each.tokens_per_second:,.0f}",
-            *(f"{part / each.seconds:.0%}" for part in parts), f"{each.memory / GIB:.3g}",
+            str(i), str(each), in_digits(each.seconds * 1e3), f"{each.tokens_per_second:,.0f}",
+            *(f"{part / each.seconds:.0%}" for part in parts), in_digits(each.memory / GIB),
         )  # fmt: skip
     table.caption = (
         "weights, cache: reading them; bytes, latency: of collectives. Predicted for\n"

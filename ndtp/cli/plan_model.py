@@ -13,6 +13,7 @@ from ndtp.algebra.wire import Wire
 from ndtp.cli.common import print_table, writing
 from ndtp.cli.planned_model import check_generates, config_file, length_at
 from ndtp.errors import GridError
+from ndtp.planner.fields import in_digits
 
 if TYPE_CHECKING:
     from ndtp.planner.model_sizes import CountedModel, ModelSizes
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 # Where a request says nothing: tokens of a step, and the longest sequence that is assumed.
 TOKENS, LONGEST = 4 * 2**20, 8192
+LEAST_GAIN = 0.01  # of a step's time, by a wire of fewer bytes, that is worth a line
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def answer(
     if not best.runs:
         out.print(
             "ndtp splits no sequences (cp) between stages of a pipeline; what it runs is "
-            f"{runs.splits}, {runs.seconds:.4g} s a step."
+            f"{runs.splits}, {in_digits(runs.seconds, 4)} s a step."
         )
     if runs.splits.cp > 1:
         out.print(f"ndtp runs cp as a part of z, whose ranks split weights, too: z={rows_axis(runs)}.", highlight=False)
@@ -158,8 +160,8 @@ def _table(choices: list[SplitChoice]) -> Table:
         micro = f"{int(s.micro)} x {each.micro_batches}" + f", {int(s.virtual)} turns" * (s.virtual > 1)
         split = f"{s}" + {"none": ""}.get(each.practice.recompute, f", again: {each.practice.recompute}")
         table.add_row(
-            str(i), split, micro, f"{each.seconds:.4g}", f"{each.tokens_per_second:,.0f}", f"{each.utilisation:.1%}",
-            f"{float(each.memory.total) / GIB:.3g}", "" if i == 1 else against(best, each),
+            str(i), split, micro, in_digits(each.seconds, 4), f"{each.tokens_per_second:,.0f}",
+            f"{each.utilisation:.1%}", in_digits(float(each.memory.total) / GIB), "" if i == 1 else against(best, each),
         )  # fmt: skip
     table.caption = (
         "micro: sequences of a micro-batch of each group of ranks that shares one, x their number.\n"
@@ -173,8 +175,11 @@ def _say(out: Any, best: SplitChoice, choices: list[SplitChoice]) -> None:
 
     out.print(f"{why(best)} What limits it: {limits(best)}.", highlight=False)
     if best.practice.wire is None and best.question.ranks > 1:
-        named = ", ".join(f"{seconds:.4g} s as {name}" for name, seconds in in_fewer_bytes(best).items())
-        out.print(f"In fewer bytes (--wire) the step would take {named}, not {best.seconds:.4g} s.", highlight=False)
+        faster = {name: s for name, s in in_fewer_bytes(best).items() if s < (1 - LEAST_GAIN) * best.seconds}
+        named = ", ".join(f"{in_digits(seconds, 4)} s as {name}" for name, seconds in faster.items())
+        if named:
+            now = in_digits(best.seconds, 4)
+            out.print(f"In fewer bytes (--wire) the step would take {named}, not {now} s.", highlight=False)
 
 
 def in_fewer_bytes(best: SplitChoice) -> dict[str, float]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ndtp.errors import GridError
+from ndtp.planner.fields import in_digits
 
 if TYPE_CHECKING:
     from ndtp.planner.block_cost import Block
@@ -105,16 +106,21 @@ def say_model(out: Any, model: ModelSizes | CountedModel) -> None:
 
     lines = list(map(_block, model.blocks(1)))
     if isinstance(model, CountedModel):
-        first = f"{model.kind}, {model.parameters / 1e6:,.0f} million parameters"
+        first = f"{model.kind}, {_millions(model.parameters)} parameters"
         beside = [f"{name} ({100 * count / model.parameters:.1f} %)" for name, count in model.beside]
         if len(beside) > MOST_NAMED:
             rest = sum(count for _, count in model.beside[MOST_NAMED:])
             beside[MOST_NAMED:] = [f"{len(beside) - MOST_NAMED} others ({100 * rest / model.parameters:.1f} %)"]
         lines += [f"not planned: {', '.join(beside)}"] * bool(beside)
     else:
-        first = f"{model.kind}, {model.parameters / 1e6:,.0f} million parameters in matrices, by the config alone"
+        first = f"{model.kind}, {_millions(model.parameters)} parameters in matrices, by the config alone"
         lines += [f"not counted: {', '.join(model.left_out)}"] * bool(model.left_out)
     out.print("\n  ".join([first, *lines]), highlight=False)
+
+
+def _millions(count: int) -> str:
+    """All digits of whole millions, and three of what is less than a hundred of them."""
+    return (f"{count / 1e6:,.0f}" if count >= 10**8 else in_digits(count / 1e6)) + " million"
 
 
 def _block(block: Block) -> str:

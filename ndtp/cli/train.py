@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ndtp.algebra.schemes import SCHEMES, usual_scheme
+from ndtp.algebra.schemes import OTHER_AXES, SCHEMES, TENSOR_AXES, unused_axes, usual_scheme
 from ndtp.algebra.wire import Wire
 from ndtp.cli.common import (
     COUNT,
@@ -25,6 +25,7 @@ from ndtp.cli.common import (
     WireOption,
     axis_sizes,
     console,
+    dtype_of,
     is_first_rank,
     must_be,
     num_ranks,
@@ -102,7 +103,7 @@ def train(
     save_every: Annotated[int, typer.Option(callback=COUNT, help="Steps between checkpoints.")] = 100,
     chunks: Annotated[str, typer.Option(help="Of rows, for overlap: a number or auto.")] = "auto",
     wire: WireOption = None,
-    dtype: Annotated[str, typer.Option(callback=one_of("float32", "float64", "bfloat16"))] = "float32",
+    dtype: Annotated[str, typer.Option(callback=dtype_of("float32", "float64", "bfloat16"))] = "float32",
     hardware: Annotated[
         str, typer.Option(metavar="NAME", help="A preset like h100-ib or a .toml profile: logs utilisation, MFU.")
     ] = "",
@@ -148,6 +149,12 @@ def train(
         scheme, stages, micro_batches = planned if scheme == "auto" else scheme, 1, 1
         out.print(f"of {there} ranks the planner chooses {_named(axes)}, scheme {scheme}", highlight=False)
         ranks = None
+    scheme = usual_scheme(axes) if scheme == "auto" else scheme
+    if unused := unused_axes(axes, scheme):
+        raise typer.BadParameter(
+            f"scheme {scheme} has no axis {unused[0]}; it takes {', '.join((*TENSOR_AXES, *OTHER_AXES))}, of which dp "
+            "splits rows alone", param_hint="--grid",
+        )  # fmt: skip
     count = math.prod(axes.values()) * stages
     micro_batches = micro_batches or (2 * stages if stages > 1 else 1)
     if micro_batches > 1 and stages == 1:
@@ -183,7 +190,7 @@ def train(
             output=output.resolve(), stop_file=stop_file,
             text=text and text.resolve(), config=model and model.resolve(),
             sizes=ByteModelSizes(width, 4 * width, layers, heads), grid=axes,
-            scheme=usual_scheme(axes) if scheme == "auto" else scheme, steps=steps, batch=batch, context=context,
+            scheme=scheme, steps=steps, batch=batch, context=context,
             learning_rate=learning_rate, clip=clip, seed=seed, save_every=save_every, chunks=_chunks(chunks),
             dtype=dtype, tensorboard=tensorboard, stages=stages, micro_batches=micro_batches,
             tokens=tokens, tokenizer=tokenizer and tokenizer.resolve(), hardware=hardware, sample=sample, prompt=prompt,
@@ -244,12 +251,12 @@ def _finish(out: Any, job: Job, name: str, done: Trained, compare: Sequence[Path
     picture = job.output / "loss.png"
     with writing(picture):
         draw(picture, [job.output, *compare])
-    at = f"{done.step} of {job.steps} steps on {name}"
     if done.losses:
+        at = f"{done.step} of {job.steps} steps on {name}"
         held_out = "" if done.stopped else f", {done.held_out:.4f} on text that was held out"
         out.print(f"{at}: loss {done.losses[-1]:.4f}{held_out}; {done.tokens_per_second:,.0f} tokens a second")
     else:
-        out.print(f"{at} were done before; --steps takes more")
+        out.print(f"{done.step} steps were done before, --steps {job.steps} asks for no more")
     if done.sample:
         out.print(done.sample, markup=False, highlight=False)
     if done.stopped:

@@ -10,7 +10,7 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -249,9 +249,8 @@ class PackedBatches:
         if "sequences" not in state:
             raise CheckpointError("the run has drawn from a text, and there is --data now")
         before = state.get("order", self._order_of)  # older ones do not tell
-        other = [f"{key} {before.get(key)}, now {own}" for key, own in self._order_of.items() if before.get(key) != own]
-        if other:
-            raise CheckpointError(f"the run has drawn its sequences by {'; '.join(other)}")
+        if other := changes(before, self._order_of):
+            raise CheckpointError(f"the run has drawn its sequences by {other}")
         self._first, self._before = int(state["step"]), int(state["sequences"])
 
     def state(self, step: int) -> dict[str, Any]:
@@ -284,6 +283,11 @@ class PackedBatches:
 
         starts = np.asarray(sequences)[:, None] * self.context
         return torch.from_numpy(self.stream[starts + np.arange(self.context + 1)].astype(np.int64))
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return what a checkpoint tells otherwise of its data than is so now; "" for nothing."""
+    return "; ".join(f"{key} {before.get(key)}, now {own}" for key, own in now.items() if before.get(key) != own)
 
 
 def least_tokens(context: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,7 @@ from ndtp.algebra.schemes import TENSOR_AXES
 from ndtp.checkpoints.training_state import Saving, load, start_save
 from ndtp.cli.demo_training import text as help_topics
 from ndtp.cli.job import Job
-from ndtp.cli.train_data import PackedBatches
+from ndtp.cli.train_data import PackedBatches, changes
 from ndtp.cli.train_log import Log, StepMeter, memory_mib
 from ndtp.collectives.labels import Label
 from ndtp.collectives.watch import Watch
@@ -244,22 +245,26 @@ class Batches:
         cut = len(whole) - max(int(len(whole) * HELD_OUT), job.context + 1)
         self.text, self.held_out_text = whole[:cut], whole[cut:]
         self.batch, self.context, self.seed = job.batch, job.context, job.seed
+        self._of_text = {"bytes": len(whole), "hash of the text": zlib.crc32(whole.numpy().data)}
 
     @property
     def tokens(self) -> int:
         return self.batch * self.context
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Nothing is to be kept: the batch of a step follows from the seed and its number.
+        """No position is to be kept: the batch of a step follows from the text, the seed and its number.
 
         Raises:
-            CheckpointError: the run has drawn sequences of a data set, each once.
+            CheckpointError: the run has drawn sequences of a data set, each once, or has learned another text.
         """
         if "sequences" in state:
             raise CheckpointError("the run has drawn its sequences from --data, and there is none now")
+        before = state.get("text", self._of_text)  # older ones do not tell
+        if other := changes(before, self._of_text):
+            raise CheckpointError(f"the run has learned another text: {other}")
 
-    def state(self, step: int) -> dict[str, int]:
-        return {}
+    def state(self, step: int) -> dict[str, Any]:
+        return {"text": self._of_text}
 
     def held_out(self, number: int) -> Tensor:
         return self.at(number, self.held_out_text)

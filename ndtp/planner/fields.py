@@ -37,6 +37,15 @@ def shown(value: object, longest: int = 60) -> str:
     return text if len(text) <= longest else text[: longest - 4] + " ..."
 
 
+def in_digits(value: float, digits: int = 3) -> str:
+    """Return a number in so many digits that count and without an exponent: 55,100 of 55,123, and 0.0421 of 0.04213."""
+    if not value or not 1e-6 < abs(value) < 1e15:
+        return f"{value:.{digits}g}"
+    places = digits - 1 - math.floor(math.log10(abs(value)))
+    text = f"{round(value, places):,.{max(places, 0)}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
 class Kind:
     """A kind of value; in errors, `str` of it follows "it must be". This base class accepts any value."""
 

@@ -8,6 +8,7 @@ from typing import Any
 from ndtp.algebra import html
 from ndtp.algebra.grid import Grid
 from ndtp.planner import block_cost
+from ndtp.planner.fields import in_digits
 from ndtp.planner.grids import Grids, grids_of
 from ndtp.planner.request import Request
 
@@ -121,7 +122,7 @@ def _inside_experts(plan: GridPlan) -> str:
 
 
 def _mib(count: float) -> str:
-    return f"{count / 2**20:.3g} MiB" if count < 1000 * 2**20 else f"{count / 2**30:.3g} GiB"
+    return f"{in_digits(count / 2**20)} MiB" if count < 1000 * 2**20 else f"{in_digits(count / 2**30)} GiB"
 
 
 def _against_1d(plan: GridPlan) -> str:
@@ -130,7 +131,8 @@ def _against_1d(plan: GridPlan) -> str:
     if plan.volume_bytes == volume:
         return "as 1D does" if not plan.kind.startswith("1D") or "+" in plan.kind else "the 1D optimum"
     times = volume / max(1, plan.volume_bytes)
-    change = f"{abs(1 / times - 1):.0%} {'less' if times > 1 else 'more'}" if times < 2 else f"{times:.3g} times less"
+    share = f"{abs(1 / times - 1):.0%} {'less' if times > 1 else 'more'}"
+    change = share if times < 2 else f"{in_digits(times)} times less"
     return f"{change} than 1D's {_mib(volume)}"
 
 

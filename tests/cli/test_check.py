@@ -36,7 +36,7 @@ def test_all_is_well_on_two_ranks():
 
 def test_low_precision_and_a_2d_scheme_with_a_third_axis(tmp_path):
     path = tmp_path / "check.json"
-    result = check("--ranks", 4, "--quick", "--scheme", "2d", "--dtype", "bfloat16", "--json", path)
+    result = check("--ranks", 4, "--quick", "--scheme", "2d", "--dtype", "bf16", "--dtype", "bfloat16", "--json", path)
     assert result.exit_code == 0, result.output
     report = json.loads(path.read_text())
     assert {case["dtype"] for case in report["cases"]} == {"bfloat16"}

@@ -55,6 +55,13 @@ def test_a_thousand_ranks(ndtp, config, tmp_path):
     assert all(each["step_ms"] >= 0.99 * best["step_ms"] for each in result["plans"])
 
 
+def test_a_wire_is_proposed_where_it_gains_something(ndtp, config):
+    words = ("plan", "--model", config(LARGE | {"num_hidden_layers": 2}), "--ranks", "8", "--top", "1", "--fix")
+    for fixed, gains in (("dp=8", False), ("x=8", True)):
+        code, out, said = ndtp(*words, fixed)
+        assert code == 0 and ("In fewer bytes (--wire) the step would take" in out) == gains, (fixed, out, said)
+
+
 def test_decoding(ndtp, config):
     words = ("--ranks", "8", "--batch", "64", "--sequence", "2048", "--top", "2", "--json", "-")
     code, out, said = ndtp("plan", "--decode", "--model", config(LARGE), *words)
@@ -119,16 +126,62 @@ def test_one_long_sequence(ndtp, config):
     "words, message",
     [
         (("--ranks", "8"), "nothing fits into 72 GiB a rank on 8 ranks"),
+        (("--ranks", "1", "--layers", "10000"), "the least that any way needs is 129,000 GiB; more ranks"),
         (("--ranks", "64", "--tokens", "8193"), "--tokens 8193 are no whole sequences of 8192"),
         (("--ranks", "64", "--software", "deepspeed"), "software='deepspeed'; it must be one of ndtp"),
         (("--ranks", "64", "--recompute", "some"), "recompute='some'; it must be one of auto"),
-        (("--ranks", "64", "--fix", "y=5"), "no way to share 64 ranks"),
+        (
+            ("--ranks", "64", "--fix", "y=5"),
+            "y=5 takes a multiple of 5 ranks, and there are 64 fix: sizes whose product",
+        ),
+        (("--ranks", "8", "--fix", "y=16"), "y=16 takes a multiple of 16 ranks, and there are 8 fix: sizes whose"),
+        (("--ranks", "8", "--fix", "pp=2,dp=1,e=1,z=1,cp=1,x=1,y=1"), "y=1 takes 2 ranks, and there are 8"),
+        (
+            ("--ranks", "192", "--fix", "y=3"),
+            "y=3 cannot split 64 heads, 1024 features of keys and 28672 inside; it divides",
+        ),
+        (
+            ("--ranks", "64", "--fix", "cp=2", "--sequence", "1024"),
+            "cp=2 cannot split sequences of 1024; each rank has",
+        ),
+        (
+            ("--ranks", "64", "--fix", "cp=2,pp=2"),
+            "cp=2 cannot split sequences here; ndtp splits none between the stages",
+        ),
+        (("--ranks", "64", "--fix", "e=2"), "e=2 cannot split experts; the model has none"),
+        (("--ranks", "64", "--batch", "3", "--fix", "dp=2"), "dp=2 cannot split a batch of 3 sequences; it"),
+        (("--ranks", "64", "--batch", "2", "--fix", "x=1,y=1,pp=1,cp=1"), "no way to share 64 ranks"),
         (("--ranks", "64", "--hardware", "a100-ib", "--dtype", "fp8"), "has no GEMM rate for float8"),
     ],
 )
 def test_wrong_use_exits_2_and_says_what_would_work(ndtp, config, words, message):
     code, _, err = ndtp("plan", "--model", config(LARGE), *words)
     assert code == 2 and message in " ".join(err.split())
+
+
+@pytest.mark.parametrize(
+    "config, why",
+    [
+        (
+            transformers.ViTConfig(architectures=["ViTForImageClassification"]),
+            "it has no embedding of tokens with a head",
+        ),
+        (
+            transformers.T5Config(architectures=["T5ForConditionalGeneration"]),
+            "it has attention of 2 kinds, as an encoder",
+        ),
+    ],
+    ids=["vit", "t5"],
+)
+def test_a_model_that_is_planned_block_by_block_is_told_why(ndtp, tmp_path, monkeypatch, config, why):
+    monkeypatch.setenv("COLUMNS", "200")
+    config.save_pretrained(tmp_path)
+    words = ("plan", "--model", str(tmp_path), "--ranks", "2", "--tokens", "4096", "--top", "1")
+    code, out, said = ndtp(*words)
+    assert code == 0 and f"without stages, micro-batches and recomputation: {why}" in " ".join(out.split()), said
+    for option in (("--emit", str(tmp_path / "train.py")), ("--decode",)):
+        code, _, said = ndtp(*(words if "--emit" in option else words[:5]), *option)
+        assert code == 2 and f"this one is not: {why}" in " ".join(said.split()), said
 
 
 def _run(text):

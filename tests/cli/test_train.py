@@ -78,8 +78,9 @@ def test_a_run_goes_on_on_another_grid(tmp_path):
     assert [bool(each) for each in exposed] == [False, True, False, False, True, False] + 3 * [False]
     assert all(0 < float(each) < 1 for each in exposed if each)
     assert (moved / "loss.png").read_bytes().startswith(b"\x89PNG")
-    result = train("--output", moved, "--steps", 9)
-    assert result.exit_code == 0 and "were done before" in result.output
+    result = train("--output", moved, "--steps", 8, "--grid", "z=2")
+    assert result.exit_code == 0 and "9 steps were done before, --steps 8 asks for no more" in result.output
+    assert "z=2" not in result.output, "that grid has done none"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
@@ -156,6 +157,8 @@ def test_under_torchrun(ranks, tmp_path):
     [
         (("--grid", "x=2", "--ranks", 4), "takes 2 ranks, --ranks is 4"),
         (("--grid", "x"), "not an axis and its size"),
+        (("--grid", "z=2,q=2"), "scheme 3d has no axis q; it takes x, y, z, dp, e, of which dp splits rows alone"),
+        (("--grid", "dq=2,x=2", "--scheme", "1d"), "scheme 1d has no axis dq; it takes"),
         (("--chunks", "none"), "from 1 to 1024, or auto"),
         (("no such file",), "cannot be read"),
         ((".",), "it is a folder; fix: --data ., which reads all files"),
@@ -176,11 +179,18 @@ def test_wrong_use(tmp_path, monkeypatch, arguments, message):
     assert message in " ".join(result.stderr.replace("│", " ").split())
 
 
-def test_a_text_that_is_too_short_and_a_checkpoint_of_another_model(tmp_path):
+def test_a_text_that_is_too_short_and_a_checkpoint_of_another_text_or_model(tmp_path):
     (tmp_path / "text").write_bytes(b"short")
     result = train(tmp_path / "text", "--output", tmp_path / "out")
     assert result.exit_code == 2 and "has 5 bytes" in result.stderr
-    assert train("--output", tmp_path / "out", "--steps", 1).exit_code == 0
+    (tmp_path / "text").write_bytes(b"to be or not to be, that is the question. " * 9)
+    words = (tmp_path / "text", "--output", tmp_path / "out", "--steps")
+    assert train(*words, 1).exit_code == 0
+    assert train(*words, 2).exit_code == 0, "the same text"
+    (tmp_path / "text").write_bytes(b"to be or not to be, that is the answer.   " * 9)
+    result = train(*words, 3)
+    said = " ".join(result.stderr.replace("│", " ").split())
+    assert result.exit_code == 2 and "the run has learned another text: hash of the text" in said, said
     result = train("--output", tmp_path / "out", "--steps", 2, "--width", 64)
     assert result.exit_code == 2 and "has the shape (256, 32), that of the model (256, 64)" in result.stderr
     assert "fix: the sizes, seed and data that the run in this folder began with" in " ".join(result.stderr.split())

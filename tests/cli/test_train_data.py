@@ -163,7 +163,7 @@ def test_a_run_with_a_tokenizer_goes_on_on_another_grid(tmp_path):
             assert made[:2] == ["the", "quick"] and len(made) == 7 and set(made) <= set(words)
     assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "dense"), rel=1e-5)
     served = {}
-    for name, dtype in (("dense", "same"), ("moved", "bfloat16")):
+    for name, dtype in (("dense", "same"), ("moved", "bf16")):
         words = ["export", tmp_path / name, "--output", tmp_path / "served" / name, "--dtype", dtype, "--json", "-"]
         with pytest.warns(UserWarning, match="AutoTokenizer takes a Qwen2Tokenizer"):
             result = CliRunner().invoke(app, [*map(str, words)])

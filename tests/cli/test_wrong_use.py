@@ -162,6 +162,18 @@ def test_says_the_field_and_what_it_may_be(hostile, line, says):
     assert says in result.stderr and len(result.stderr.splitlines()) == 1
 
 
+def test_dtypes_have_two_names_everywhere(hostile):
+    """The long one and the short one, in every command that takes a dtype; what is no dtype is refused with both."""
+    some = [command for command, option, _ in OPTIONS if option == "--dtype"]
+    assert {"plan", "show schedule", "train", "check", "export", "info", "bench step", "bench volume"} < {*some}
+    for command in some:
+        for name in ("bf16", "bfloat16", "fp32", "float32"):
+            result = hostile(*command.split(), *given_to(command), "--dtype", name)
+            assert "dtype" not in result.stderr, (command, name, result.stderr)
+    says = "'bf8'; it must be one of float32, float64, bfloat16, or bf16, fp32, fp64"
+    assert says in hostile("train", "--dtype", "bf8").stderr
+
+
 # Options whose 0 means something, as their help says.
 MAY_BE_0 = {"--micro-batches", "--seed", "--restarts", "--sample", "--warmup", "--shared"}
 

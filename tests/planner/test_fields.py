@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import ndtp
 from ndtp.algebra.schemes import block_layouts
 from ndtp.errors import GridError
-from ndtp.planner.fields import Number, Size, Word, integer, shown
+from ndtp.planner.fields import Number, Size, Word, in_digits, integer, shown
 from ndtp.planner.hardware import Hardware, Link
 from ndtp.planner.model_config import read_config
 from ndtp.planner.request import Request
@@ -139,6 +139,12 @@ def test_a_file_of_any_length_is_not_read_whole(tmp_path):
     os.truncate(path, 2**40)
     with pytest.raises(GridError, match="is not TOML: it is larger than 64 MiB"):
         Hardware.load(path)
+
+
+def test_numbers_in_text_have_no_exponent():
+    cases = {55123.4: "55,100", 2980.0: "2,980", 999.6: "1,000", 74.2: "74.2", 1.0: "1", 0.04213: "0.0421", 0.0: "0"}
+    assert {value: in_digits(value) for value in cases} == cases
+    assert (in_digits(42734.0, 4), in_digits(float("inf")), in_digits(-0.5)) == ("42,730", "inf", "-0.5")
 
 
 def test_a_folder_is_no_profile(tmp_path):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 
 from ndtp.algebra.grid import divisors
 from ndtp.errors import GridError
-from ndtp.planner.fields import Entries, Number, Word
+from ndtp.planner.fields import Entries, Number, Word, in_digits
 from ndtp.planner.hardware import MAX_RANKS, Hardware
 from ndtp.planner.training.memory import OPTIMIZERS, StepMemory, memory
 from ndtp.planner.training.practice import PRACTICES, RECOMPUTE, Practice
@@ -24,6 +25,8 @@ MICROS = (1, 2, 4, 8, 16, 32, 64)
 VIRTUAL = (1, 2, 3, 4, 5, 6, 8)
 # What a device's memory has room for, beside its context, the collectives' buffers and holes between tensors.
 ROOM = 0.9
+MOST_X = 64
+LEAST_PART = 1024  # tokens of a sequence on each of the ranks that share it
 # Choices whose steps are this near to each other are as fast; less memory is better then.
 TIE = 0.01
 
@@ -181,18 +184,23 @@ def candidates(question: Question) -> Splits:
     return Splits(**dict(zip((*STEP_AXES, "micro", "virtual"), columns, strict=True)))
 
 
+def _may(question: Question) -> dict[str, Callable[[int], bool]]:
+    """Return, for each axis, which sizes it may have by what it splits."""
+    model, mixture = question.model, question.model.mixture
+    length = model.sequence
+    return {
+        "y": lambda n: model.heads % n == 0 and (model.keys * model.head) % n == 0 and model.ffn % n == 0,
+        "x": lambda n: model.hidden % n == 0 and n <= MOST_X,
+        "pp": lambda n: n <= model.layers,
+        "cp": lambda n: n == 1 or (question.context and length % (2 * n) == 0 and length // n >= LEAST_PART),
+        "e": lambda n: n == 1 or (mixture is not None and mixture.count % n == 0),
+        **dict.fromkeys(("dp", "z"), lambda n: question.batch % n == 0),
+    }
+
+
 def _axes(question: Question) -> Iterator[dict[str, int]]:
     """Sizes of the axes: products of `ranks`, of which each divides what it splits."""
-    model, fixed, ranks = question.model, question.fixed, question.ranks
-    mixture = model.mixture
-    may = {
-        "y": lambda n: model.heads % n == 0 and (model.keys * model.head) % n == 0 and model.ffn % n == 0,
-        "x": lambda n: model.hidden % n == 0 and n <= 64,
-        "pp": lambda n: n <= model.layers,
-        "cp": lambda n: n == 1 or (question.context and model.sequence % (2 * n) == 0 and model.sequence // n >= 1024),
-        "e": lambda n: n == 1 or (mixture is not None and mixture.count % n == 0),
-        "z": lambda n: question.batch % n == 0,
-    }
+    fixed, ranks, may = question.fixed, question.ranks, _may(question)
 
     def sizes(axis: str, left: int) -> list[int]:
         options = [fixed[axis]] if axis in fixed else divisors(left)
@@ -221,15 +229,42 @@ def _micros(question: Question, sizes: Mapping[str, int]) -> Iterator[tuple[int,
                 yield (*(sizes[axis] for axis in STEP_AXES), micro, virtual)
 
 
+def _given_in_vain(question: Question) -> str | None:
+    """Return what is wrong with the sizes of axes that are given, whatever the others are; None for nothing."""
+    ranks, sizes = question.ranks, {axis: size for axis, size in question.fixed.items() if axis in STEP_AXES}
+    given, product = " ".join(f"{axis}={size}" for axis, size in sizes.items()), math.prod(sizes.values())
+    if ranks % product or (len(sizes) == len(STEP_AXES) and product != ranks):
+        some = divisors(ranks)
+        listed = ", ".join(map(str, some if len(some) <= 9 else [*some[:4], "...", *some[-4:]]))
+        takes = f"a multiple of {product}" if len(sizes) < len(STEP_AXES) else str(product)
+        return (
+            f"plan: {given} takes {takes} ranks, and there are {ranks}\n"
+            f"  fix: sizes whose product divides {ranks} (one of {listed})"
+        )
+    model, may = question.model, _may(question)
+    what = {
+        "y": f"{model.heads} heads, {model.keys * model.head} features of keys and {model.ffn} inside; it divides each",
+        "x": f"{model.hidden} features; it divides them, and is at most {MOST_X}",
+        "pp": f"{model.layers} layers; each stage has one",
+        "cp": f"sequences of {model.sequence}; each rank has {LEAST_PART} tokens of one at least, in two equal parts"
+        if question.context
+        else "sequences here; ndtp splits none between the stages of a pipeline",
+        "e": f"{model.mixture.count} experts; it divides them" if model.mixture else "experts; the model has none",
+        **dict.fromkeys(("dp", "z"), f"a batch of {question.batch} sequences; it divides them"),
+    }
+    wrong = next((axis for axis, size in sizes.items() if not may[axis](size)), None)
+    return wrong and f"plan: {wrong}={sizes[wrong]} cannot split {what[wrong]}\n  fix: another size, or leave it open"
+
+
 def _nothing(question: Question, least: float | None) -> str:
     given = " ".join(f"{axis}={size}" for axis, size in question.fixed.items())
     if least is None:
-        return (
+        return _given_in_vain(question) or (
             f"plan: no way to share {question.ranks} ranks divides a batch of {question.batch} sequences, "
             f"{question.model.heads} heads and {question.model.layers} layers" + f", with {given}" * bool(given)
             + "\n  fix: a batch that is a multiple of the ranks, or fewer axes that are given"
         )  # fmt: skip
     return (
-        f"plan: nothing fits into {question.room / GIB:.3g} GiB a rank on {question.ranks} ranks\n"
-        f"  fix: the least that any way needs is {least / GIB:.3g} GiB; more ranks, or --memory-limit"
+        f"plan: nothing fits into {in_digits(question.room / GIB)} GiB a rank on {question.ranks} ranks\n"
+        f"  fix: the least that any way needs is {in_digits(least / GIB)} GiB; more ranks, or --memory-limit"
     )

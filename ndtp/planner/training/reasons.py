@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ndtp.planner.fields import in_digits
 from ndtp.planner.training.choose import GIB, SplitChoice
 
 # What the parts of a step are, as a sentence says them.
@@ -31,7 +32,11 @@ def why(choice: SplitChoice) -> str:
     sentence = f"{useful:.0%} of a step multiplies" + (f"; it loses {', '.join(lost)}." if lost else ".")
     memory, room = float(choice.memory.total), choice.question.room
     parts = sorted(choice.memory.parts().items(), key=lambda item: -item[1])
-    return f"{sentence} {memory / GIB:.1f} of {room / GIB:.1f} GiB a rank, most of it {parts[0][0]}."
+    return f"{sentence} {_gib(memory)} of {_gib(room)} GiB a rank, most of it {parts[0][0]}."
+
+
+def _gib(count: float) -> str:
+    return f"{count / GIB:,.1f}" if count >= GIB else in_digits(count / GIB)
 
 
 def limits(choice: SplitChoice) -> str:

@@ -76,6 +76,23 @@ class Transformer:
             core.inner // heads, gated=len(mlp.outs) == 2, tied=ends[0].tied, mixture=mixture, name=name,
         )  # fmt: skip
 
+    @staticmethod
+    def why_not(blocks: Sequence[Block]) -> str:
+        """Return the reason why `of` makes no transformer of these blocks."""
+        attention = [block for block in blocks if block.heads and block.inner]
+        ends = [block for block in blocks if block.looked_up and block.outs]
+        inside = [block for block in blocks if block.inner and not block.heads]
+        if not attention:
+            return "it has no attention, or one that is not planned, such as by latent vectors"
+        if len(attention) > 1:
+            return f"it has attention of {len(attention)} kinds, as an encoder beside a decoder or unlike layers have"
+        if not ends:
+            return "it has no embedding of tokens with a head"
+        if not inside:
+            return "it has no MLP or experts"
+        times = " and ".join(f"{block.times} of {block.name}" for block in inside)
+        return f"its layers are not alike: {attention[0].times} of attention, {times}"
+
     @property
     def head(self) -> int:
         return self.head_size or self.hidden // self.heads

@@ -177,7 +177,7 @@ def test_a_step_that_starts_kernels_most_of_its_time_says_so_and_splits_no_layer
 def test_each_stage_of_a_pipeline_has_a_layer():
     given = Question(replace(MODEL, layers=3), 8, 4, MACHINE, PLAIN, context=False, fixed={"pp": 2})
     assert {each.splits.virtual for each in choose(given, 20)} == {1}
-    with pytest.raises(ValueError, match="4 heads and 3 layers, with pp=4"):
+    with pytest.raises(ValueError, match="pp=4 cannot split 3 layers; each stage has one"):
         choose(replace(given, fixed={"pp": 4}), 1)
 
 
