@@ -9,8 +9,9 @@ are read on any other grid.
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,24 +54,30 @@ class GridTrainerMixin:
 
     def __init__(
         self,
-        model: Any = None,
-        args: Any = None,
-        *rest: Any,
+        *given: Any,
         ndtp_grid: GivenGrid | None = None,
         ndtp_scheme: str | None = None,
         ndtp_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        args = transformers.TrainingArguments("tmp_trainer") if args is None else args
-        self._ndtp_mesh: ProcessGrid | None = (
-            mesh_of(ndtp_grid) if ndtp_grid is not None else mesh_of_model(model) if model else None
-        )
+        named = _by_name(type(self), given, kwargs)
+        model, args = named.get("model"), named.get("args")
+        if isinstance(model, str) and ndtp_grid is not None:
+            raise LayoutError(
+                f"Trainer: model={model!r} is a name, of which {type(self).__name__} makes a model on no grid\n"
+                "  fix: give the model itself, as from_pretrained makes it"
+            )
+        on_one = mesh_of_model(model) if isinstance(model, nn.Module) else None
+        self._ndtp_mesh: ProcessGrid | None = on_one if ndtp_grid is None else mesh_of(ndtp_grid)
         self._ndtp_how = ndtp_scheme, ndtp_options
         if self._ndtp_mesh is not None:
-            become_one_program(self._ndtp_mesh)
-            model = None if model is None else self._on_grid(model.to(args.device))
-        super().__init__(model, args, *rest, **kwargs)  # type: ignore[call-arg]
+            device = (transformers.TrainingArguments("tmp_trainer") if args is None else args).device
+            become_one_program(self._ndtp_mesh, place=0)
+            if isinstance(model, nn.Module):
+                named["model"] = self._on_grid(model.to(device))
+        super().__init__(**named)
         if self._ndtp_mesh is not None:
+            become_one_program(self._ndtp_mesh, place=0)  # arguments that were made meanwhile reset accelerate's state
             read_everywhere(self.accelerator)  # type: ignore[attr-defined]
             self._refuse_other_losses(data_axes(self._ndtp_mesh))
 
@@ -171,6 +178,24 @@ class GridTrainerMixin:
 
 class Trainer(GridTrainerMixin, transformers.Trainer):
     """transformers' `Trainer`, of a model on a grid: see `GridTrainerMixin`."""
+
+
+def _by_name(kind: type, given: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments by the names that the class behind `GridTrainerMixin` has for them, in an order of its own."""
+    behind = kind.__mro__[kind.__mro__.index(GridTrainerMixin) + 1 :]
+    orders = (inspect.signature(base.__init__).parameters for base in behind if "__init__" in vars(base))  # type: ignore[misc]
+    named_by = (
+        [name for name, p in order.items() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]  # without self
+        for order in orders
+    )
+    names = next((names for names in named_by if {"model", "args"} <= {*names}), ["model", "args"])
+    if len(given) > len(names):
+        raise TypeError(f"{kind.__name__} takes {len(names)} arguments by position, but {len(given)} were given")
+    found = dict(zip(names, given, strict=False))
+    twice = sorted(found.keys() & kwargs.keys())
+    if twice:
+        raise TypeError(f"{kind.__name__} got two values for {' and '.join(twice)}")
+    return {**found, **kwargs}
 
 
 def _bare(optimizer: Any) -> torch.optim.Optimizer:
