@@ -31,14 +31,19 @@ from ndtp.runtime.process_grid import ProcessGrid
 MAIN_INPUTS = (
     "input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values", "decoder_input_ids", "labels",
 )  # fmt: skip
+PLACE = "ndtp_place"  # in accelerate's state, which goes where that is reset
 SAMPLE = 4096  # numbers of a tensor that are compared
 GivenGrid = str | Mapping[str, int] | Grid | ProcessGrid
 
 
-def become_one_program(mesh: ProcessGrid) -> None:
+def become_one_program(mesh: ProcessGrid, place: int | None = None) -> None:
     """From here on accelerate, whose state is there, takes the ranks for one process.
 
     They wait for each other all the same where code asks for that (`wait_for_everyone`, `main_process_first`).
+
+    Args:
+        place: among the processes, for code that asks an `Accelerator` or draws a seed for each device; the rank
+            without.  Whether a rank is the main process, which writes, is that of the rank in any case.
     """
     rank = dist.get_rank()
     local = int(os.environ.get("LOCAL_RANK", rank))
@@ -49,9 +54,21 @@ def become_one_program(mesh: ProcessGrid) -> None:
         "local_process_index": local,
         "wait_for_everyone": Meeting(mesh),  # instead of the method
     }
+    PartialState._shared_state.pop(PLACE, None)
+    AcceleratorState._shared_state.pop(PLACE, None)
+    if place is not None:
+        one[PLACE] = place
+        AcceleratorState.process_index = property(_place)  # type: ignore[attr-defined]  # instead of the entry
     PartialState._shared_state.update(one)
     if AcceleratorState._shared_state:
         AcceleratorState._shared_state.update(one)
+
+
+def _place(state: AcceleratorState) -> int:
+    known = vars(state)
+    if "process_index" not in known:
+        raise AttributeError("process_index")  # which accelerate says in its own words
+    return int(known.get(PLACE, known["process_index"]))
 
 
 def read_everywhere(accelerator: Any) -> None:
@@ -180,20 +197,19 @@ def rows_here(inputs: Any, mesh: ProcessGrid | None, batch_size: int | None = No
     axes = data_axes(mesh)
     if not axes:
         return inputs
-    tensors = [x for x in _tensors_of(inputs) if x.dim()]
-    count = _samples_of(inputs, tensors, batch_size)
-    _compare(tensors, mesh)
+    _compare([x for x in _tensors_of(inputs) if x.dim()], mesh)
+    count = number_of_samples(inputs, batch_size)
     if not count or count % mesh.grid.size(axes):
         return inputs
     rows = Layout(mesh.grid, axes).slices(mesh.rank, (count,))[0]
-    return _cut(inputs, rows, count)
+    return cut_rows(inputs, rows, count)
 
 
-def _samples_of(inputs: Any, tensors: Sequence[Tensor], batch_size: int | None) -> int:
+def number_of_samples(inputs: Any, batch_size: int | None = None) -> int:
     """Return how many samples a batch has; 0 where that is not known.  A tensor of another length, such as a table,
     belongs to no sample.
     """
-    sizes = [len(x) for x in tensors]
+    sizes = [len(x) for x in _tensors_of(inputs) if x.dim()]
     if len(set(sizes)) > 1:
         named = [inputs.get(key) for key in MAIN_INPUTS] if isinstance(inputs, Mapping) else []
         main = next((x for x in named if isinstance(x, Tensor) and x.dim()), None)
@@ -232,14 +248,15 @@ def _tensors_of(inputs: Any) -> list[Tensor]:
     return [tensor for part in parts for tensor in _tensors_of(part)]
 
 
-def _cut(inputs: Any, rows: slice, count: int) -> Any:
+def cut_rows(inputs: Any, rows: slice, count: int) -> Any:
+    """Some of the rows of a batch of so many, in a container of its own."""
     if isinstance(inputs, Tensor):
         return inputs[rows] if inputs.dim() and len(inputs) == count else inputs
     if isinstance(inputs, Mapping):
-        cut = {key: _cut(value, rows, count) for key, value in inputs.items()}
+        cut = {key: cut_rows(value, rows, count) for key, value in inputs.items()}
         return type(inputs)(cut)  # type: ignore[call-arg]
     if isinstance(inputs, (list, tuple)):
-        return type(inputs)(_cut(value, rows, count) for value in inputs)
+        return type(inputs)(cut_rows(value, rows, count) for value in inputs)
     return inputs
 
 

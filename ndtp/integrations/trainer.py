@@ -9,8 +9,10 @@ are read on any other grid.
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from ndtp.integrations.one_program import (
     share_of_loss,
     whole,
 )
+from ndtp.integrations.proof import OF_ALL, Proof, loss_of, naming_the_fix, refuse_sums_of_steps, rounding_of
 from ndtp.models.state_entries import mesh_of_model
 from ndtp.runtime.process_grid import ProcessGrid
 
@@ -53,37 +56,46 @@ class GridTrainerMixin:
 
     def __init__(
         self,
-        model: Any = None,
-        args: Any = None,
-        *rest: Any,
+        *given: Any,
         ndtp_grid: GivenGrid | None = None,
         ndtp_scheme: str | None = None,
         ndtp_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        args = transformers.TrainingArguments("tmp_trainer") if args is None else args
-        self._ndtp_mesh: ProcessGrid | None = (
-            mesh_of(ndtp_grid) if ndtp_grid is not None else mesh_of_model(model) if model else None
-        )
-        self._ndtp_how = ndtp_scheme, ndtp_options
-        if self._ndtp_mesh is not None:
-            become_one_program(self._ndtp_mesh)
-            model = None if model is None else self._on_grid(model.to(args.device))
-        super().__init__(model, args, *rest, **kwargs)  # type: ignore[call-arg]
-        if self._ndtp_mesh is not None:
-            read_everywhere(self.accelerator)  # type: ignore[attr-defined]
-            self._refuse_other_losses(data_axes(self._ndtp_mesh))
-
-    def _refuse_other_losses(self, axes: tuple[str, ...]) -> None:
-        """Refuse losses that the Trainer computes itself, where axes such as `dp` split the rows that it sees."""
-        smoothing = self.args.label_smoothing_factor  # type: ignore[attr-defined]
-        what = [f"label_smoothing_factor={smoothing}"] if smoothing else []
-        what += ["compute_loss_func"] if self.compute_loss_func is not None else []  # type: ignore[attr-defined]
-        if axes and what:
+        named = _by_name(type(self), given, kwargs)
+        model, args = named.get("model"), named.get("args")
+        if isinstance(model, str) and ndtp_grid is not None:
             raise LayoutError(
-                f"Trainer: {' and '.join(what)} makes a loss of one rank's rows along {' '.join(axes)}, and gradients "
-                "are summed\n  fix: z in the place of dp, which splits rows, too; or a model that gives the loss itself"
+                f"Trainer: model={model!r} is a name, of which {type(self).__name__} makes a model on no grid\n"
+                "  fix: give the model itself, as from_pretrained makes it"
             )
+        on_one = mesh_of_model(model) if isinstance(model, nn.Module) else None
+        self._ndtp_mesh: ProcessGrid | None = on_one if ndtp_grid is None else mesh_of(ndtp_grid)
+        self._ndtp_how = ndtp_scheme, ndtp_options
+        self._ndtp_proof: Proof | None = None
+        self._ndtp_step: tuple[Any, Any] | None = None
+        if self._ndtp_mesh is not None:
+            device = (transformers.TrainingArguments("tmp_trainer") if args is None else args).device
+            become_one_program(self._ndtp_mesh, place=0)
+            if isinstance(model, nn.Module):
+                named["model"] = self._on_grid(model.to(device))
+        super().__init__(**named)
+        if self._ndtp_mesh is not None:
+            become_one_program(self._ndtp_mesh, place=0)  # arguments that were made meanwhile reset accelerate's state
+            read_everywhere(self.accelerator)  # type: ignore[attr-defined]
+            name = self._name_of_own_loss()
+            self._ndtp_proof = Proof(self._ndtp_mesh, name) if name and data_axes(self._ndtp_mesh) else None
+
+    def _name_of_own_loss(self) -> str | None:
+        """Return what computes the loss where that is not the model itself."""
+        this: Any = self
+        if type(self).compute_loss is not transformers.Trainer.compute_loss:  # type: ignore[attr-defined]
+            owner = next(kind for kind in type(self).__mro__ if "compute_loss" in vars(kind))
+            return f"{owner.__qualname__}.compute_loss"
+        if this.compute_loss_func is not None:
+            return "compute_loss_func"
+        smoothing = this.args.label_smoothing_factor
+        return f"the loss of label_smoothing_factor={smoothing}" if smoothing else None
 
     def _on_grid(self, model: nn.Module) -> nn.Module:
         assert self._ndtp_mesh is not None
@@ -94,7 +106,14 @@ class GridTrainerMixin:
         return model if self._ndtp_mesh is None else self._on_grid(model.to(self.args.device))  # type: ignore[attr-defined]
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        return rows_here(super()._prepare_inputs(inputs), self._ndtp_mesh)  # type: ignore[misc]
+        batch = super()._prepare_inputs(inputs)  # type: ignore[misc]
+        mine = rows_here(batch, self._ndtp_mesh)
+        if self._ndtp_proof is not None and self._ndtp_step is not None:
+            (model, items), self._ndtp_step = self._ndtp_step, None
+            refuse_sums_of_steps(self, self._ndtp_proof, batch)
+            trial = partial(loss_of, self, model, num_items=items)
+            self._ndtp_proof.look(trial, batch, mine is not batch, rounding_of(self, model))
+        return mine
 
     def training_step(self, model: Any, inputs: Any, *rest: Any, **kwargs: Any) -> Any:
         """A mean over this rank's rows along axes such as `dp` counts as its share of that of the batch."""
@@ -104,36 +123,49 @@ class GridTrainerMixin:
         backward = this.accelerator.backward
 
         def of_share(loss: Any, **more: Any) -> None:  # the first call decides how the model lies
-            share = share_of_loss([this.model], self._ndtp_mesh) if is_mean else 1.0
+            share = self._share() if is_mean or self._ndtp_proof is not None else 1.0
             backward(loss if share == 1.0 else loss * share, **more)
 
-        this.accelerator.backward = of_share
+        this.accelerator.backward, self._ndtp_step = of_share, (model, num_items)
         try:
-            loss = super().training_step(model, inputs, *rest, **kwargs)  # type: ignore[misc]
+            with naming_the_fix(self._ndtp_proof):
+                loss = super().training_step(model, inputs, *rest, **kwargs)  # type: ignore[misc]
         finally:
             del this.accelerator.backward
+            self._ndtp_step = None
         return self._of_all_rows(loss, is_mean)
+
+    def _share(self) -> float:
+        """Return what this rank's loss of the last batch is multiplied by."""
+        if self._ndtp_proof is not None:
+            return self._ndtp_proof.share()
+        return share_of_loss([self.model], self._ndtp_mesh)  # type: ignore[attr-defined]
 
     def _of_all_rows(self, loss: Any, is_mean: bool = True) -> Any:
         """Return the loss of the batch for one of this rank's rows; a collective."""
-        mesh, share = self._ndtp_mesh, share_of_loss([self.model], self._ndtp_mesh)  # type: ignore[attr-defined]
-        if mesh is None or loss is None or share == 1.0:
+        mesh, proof, share = self._ndtp_mesh, self._ndtp_proof, self._share()
+        is_whole = share == 1.0 if proof is None else proof.kind == OF_ALL
+        if mesh is None or loss is None or is_whole:
             return loss
-        total = loss.detach() * (share if is_mean else 1.0)
+        total = loss.detach() * (share if is_mean or proof is not None else 1.0)
         dist.all_reduce(total, group=mesh.group(data_axes(mesh)))
         return total
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        """Compute what is asked for: of all rows on every rank, but where a model's own loss of its rows will do."""
         mesh = self._ndtp_mesh
         if mesh is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
-        if not prediction_loss_only:  # the predictions of all rows are asked for, on every rank
+        of_rows = prediction_loss_only and self._ndtp_proof is None
+        if not of_rows:
             self._ndtp_mesh = None
         try:
-            found = whole(super().prediction_step(model, inputs, prediction_loss_only, ignore_keys))  # type: ignore[misc]
+            with naming_the_fix(self._ndtp_proof):
+                found = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
+            found = whole(found)
         finally:
             self._ndtp_mesh = mesh
-        return (self._of_all_rows(found[0]), *found[1:]) if prediction_loss_only else found
+        return (self._of_all_rows(found[0]), *found[1:]) if of_rows else found
 
     def save_model(self, output_dir: Any = None, _internal_call: bool = False) -> None:
         """Save the model, which every rank has a part of: transformers 5.20 asks the main process alone."""
@@ -171,6 +203,24 @@ class GridTrainerMixin:
 
 class Trainer(GridTrainerMixin, transformers.Trainer):
     """transformers' `Trainer`, of a model on a grid: see `GridTrainerMixin`."""
+
+
+def _by_name(kind: type, given: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments by the names that the class behind `GridTrainerMixin` has for them, in an order of its own."""
+    behind = kind.__mro__[kind.__mro__.index(GridTrainerMixin) + 1 :]
+    orders = (inspect.signature(base.__init__).parameters for base in behind if "__init__" in vars(base))  # type: ignore[misc]
+    named_by = (
+        [name for name, p in order.items() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]  # without self
+        for order in orders
+    )
+    names = next((names for names in named_by if {"model", "args"} <= {*names}), ["model", "args"])
+    if len(given) > len(names):
+        raise TypeError(f"{kind.__name__} takes {len(names)} arguments by position, but {len(given)} were given")
+    found = dict(zip(names, given, strict=False))
+    twice = sorted(found.keys() & kwargs.keys())
+    if twice:
+        raise TypeError(f"{kind.__name__} got two values for {' and '.join(twice)}")
+    return {**found, **kwargs}
 
 
 def _bare(optimizer: Any) -> torch.optim.Optimizer:

@@ -227,8 +227,10 @@ def refuse_filled_caches(arguments: Mapping[str, Any], layer: int | None, rows: 
     Raises:
         LayoutError: names what the cache has.
     """
+    if layer is None:
+        return
     for value in arguments.values():
-        for cache in _plain_caches(value) if layer is not None else ():
+        for cache in _plain_caches(value):
             for held in cache.layers[layer : layer + 1]:
                 if "ndtp_is_known" in vars(held):
                     continue

@@ -170,8 +170,8 @@ def weights_of(model: Any, kind: str, what: str = "model") -> tuple[list[Found],
         raise GridError(f"{what}: {kind} is not planned: {str(error).removeprefix('parallelize: ')}") from None
     if not any(block.inner for block, _ in found):
         raise GridError(
-            f"{what}: {kind} has no attention, MLP or experts that ndtp.parallelize splits\n"
-            "  fix: give the sizes of its MLP with --hidden, --ffn and, if it has a gate, --gated"
+            f"{what}: {kind} is not planned: the planner plans attention, MLPs and experts, and its layers are of "
+            "another kind\n  fix: ndtp.parallelize with a grid of your own, which splits its linear layers all the same"
         )
     modules, planned = dict(model.named_modules()), dict[int, int]()
     for block, names in found:

@@ -18,7 +18,7 @@ from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.algebra.schemes import block_layouts
 from ndtp.dtypes import SIZES
 from ndtp.errors import GridError
-from ndtp.planner.fields import Number
+from ndtp.planner.fields import Number, in_digits
 from ndtp.planner.grids import Grids
 from ndtp.planner.hardware import MAX_RANKS, Hardware
 from ndtp.planner.time_model import Network, gemm_seconds
@@ -131,8 +131,8 @@ def choose_decode(question: DecodeQuestion, limit: int | None = 10) -> list[Deco
     if not fits:
         least = min(each.memory for each in every)
         raise GridError(
-            f"plan: nothing fits into {question.room / GIB:.3g} GiB a rank on {question.ranks} ranks\n"
-            f"  fix: the least that any way needs is {least / GIB:.3g} GiB; more ranks, a smaller --batch, or "
+            f"plan: nothing fits into {in_digits(question.room / GIB)} GiB a rank on {question.ranks} ranks\n"
+            f"  fix: the least that any way needs is {in_digits(least / GIB)} GiB; more ranks, a smaller --batch, or "
             "--memory-limit"
         )
     fastest = min(each.seconds for each in fits)

@@ -103,7 +103,7 @@ def test_model_by_its_config(ndtp, tmp_path, monkeypatch, config, layers, gated,
     assert sum(model["not_planned"].values()) == model["parameters"] - model["planned_parameters"]
     axes = ", ".join(f"{axis}={size}" for axis, size in best.items() if size > 1)
     assert f"mesh = ndtp.ProcessGrid(ndtp.Grid({axes}))" in said
-    assert "model = ndtp.parallelize(dense(device), mesh, scheme=" in said
+    assert "model = ndtp.parallelize(dense(), mesh, scheme=" in said
     monkeypatch.setattr("ndtp.models.counted.is_installed", lambda: False)
     code, other, said = ndtp("plan", "--model", str(path), "--tokens", "8192", "--ranks", "8", "--json", "-")
     assert code == 0 and said.startswith(f"{config['model_type']}, ") and "by the config alone" in said

@@ -184,21 +184,6 @@ def test_grids_that_are_none_are_refused():
         mesh_of("x=2 y=2")
 
 
-def check_other_losses(folder):
-    arguments = transformers.TrainingArguments(folder, use_cpu=True, report_to=[], label_smoothing_factor=0.1)
-    with under_torchrun():
-        with pytest.raises(ndtp.LayoutError, match="makes a loss of one rank's rows along dp"):
-            Trainer(model=llama(), args=arguments, train_dataset=rows(4), ndtp_grid="dp=2")
-        with pytest.raises(ndtp.LayoutError, match="compute_loss_func makes a loss"):
-            plain = transformers.TrainingArguments(folder, use_cpu=True, report_to=[])
-            Trainer(model=llama(), args=plain, compute_loss_func=lambda *_, **__: 0, ndtp_grid="dp=2")
-        Trainer(model=llama(), args=arguments, train_dataset=rows(4), ndtp_grid="x=2")
-
-
-def test_losses_of_one_ranks_rows_are_refused(ranks, tmp_path):
-    ranks(2).run(check_other_losses, str(tmp_path))
-
-
 class OfOnesOwn(torch.nn.Module):
     """A model of a user's own, which gives the mean over the rows that it is called with, and waits for a call."""
 
