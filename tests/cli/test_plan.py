@@ -89,7 +89,8 @@ def test_model_by_its_config(ndtp, tmp_path, monkeypatch, config, layers, gated,
     (stack,) = read_config(tmp_path).stacks
     assert (stack.layers, stack.gated, stack.kv_heads) == (layers, gated, kv_heads)
     assert stack.ffn == config.get("intermediate_size", 4 * 768)
-    code, out, said = ndtp("plan", "--model", str(path), "--tokens", "8192", "--ranks", "8", "--json", "-")
+    words = ("--tokens", "8192", "--sequence", "1024", "--ranks", "8", "--json", "-")
+    code, out, said = ndtp("plan", "--model", str(path), *words)
     assert code == 0
     blocks = json.loads(out)["request"]["blocks"]
     assert [(block["name"], block["times"]) for block in blocks] == [
@@ -105,7 +106,7 @@ def test_model_by_its_config(ndtp, tmp_path, monkeypatch, config, layers, gated,
     assert f"mesh = ndtp.ProcessGrid(ndtp.Grid({axes}))" in said
     assert "model = ndtp.parallelize(dense(), mesh, scheme=" in said
     monkeypatch.setattr("ndtp.models.counted.is_installed", lambda: False)
-    code, other, said = ndtp("plan", "--model", str(path), "--tokens", "8192", "--ranks", "8", "--json", "-")
+    code, other, said = ndtp("plan", "--model", str(path), *words)
     assert code == 0 and said.startswith(f"{config['model_type']}, ") and "by the config alone" in said
     alone = json.loads(other)
     assert alone["model"]["planned_parameters"] == model["planned_parameters"]

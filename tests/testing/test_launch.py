@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 import traceback
 from pathlib import Path
 
@@ -17,8 +18,9 @@ import torch.distributed as dist
 from forked import python, with_torch
 from process_states import parent_of, wait_until_gone
 
+import ndtp
 import ndtp.testing
-from ndtp.testing import RankError
+from ndtp.testing import RankError, RankTimeout
 
 SCRIPT = """
     import os, signal, sys, time
@@ -276,3 +278,18 @@ def check_script(folder, body):
     done = python(write(folder, body))
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def wait_on_a_grid():
+    """A grid has threads of its own, which watch the other ranks."""
+    ndtp.ProcessGrid(ndtp.Grid(x=2))
+    wait_for_godot()
+
+
+def wait_for_godot():
+    time.sleep(600)
+
+
+def test_a_timeout_names_the_place_of_the_main_thread():
+    with pytest.raises(RankTimeout, match=r"still running after 4 s, in wait_for_godot \(test_launch"):
+        ndtp.testing.run(wait_on_a_grid, 2, timeout=4)

@@ -17,7 +17,6 @@ from process_states import wait_until_collected, wait_until_gone
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
 
-import ndtp
 from ndtp.testing import RankError, RankPool, RankTimeout, zygote
 
 P = 4
@@ -307,17 +306,6 @@ def test_a_rank_that_dies_between_calls_is_replaced(pool):
     os.kill(pids[3], signal.SIGKILL)
     wait_until_collected(pids[3])
     assert not set(pids) & {pid for _, pid in pool.run(rank_and_pid)}
-
-
-def sleep_on_a_grid():
-    """A grid has threads of its own, which watch the other ranks."""
-    mesh = ndtp.ProcessGrid(ndtp.Grid(x=4))
-    sleep_on((mesh.rank,))
-
-
-def test_a_timeout_names_the_place_of_the_main_thread(pool):
-    with pytest.raises(RankTimeout, match=r"still running after 4 s, in wait_for_godot \(test_pool"):
-        pool.run(sleep_on_a_grid, timeout=4)
 
 
 def test_a_timeout_names_ranks_and_places(pool):
