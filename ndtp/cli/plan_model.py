@@ -105,6 +105,10 @@ def answer(
 
     if emit is not None:
         check_generates(asked.path, "--emit")  # the program trains it to predict the next token
+        if question.practice.dtype == "float16":
+            raise GridError(
+                "plan: --emit writes no program for fp16, whose gradients want a scaler\n  fix: --dtype bf16"
+            )
     choices = choose(question, max(top, 2))
     best = choices[0]
     print_table(out, _table(choices[:top]))

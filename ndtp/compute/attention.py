@@ -51,6 +51,7 @@ def attend(
     scale: float | None = None,
     mask: Tensor | None = None,
     drop: Drop | None = None,
+    is_split: bool = False,
 ) -> Tensor:
     """`scaled_dot_product_attention` of rows that need not be whole sequences.
 
@@ -61,6 +62,7 @@ def attend(
         sees: by position.
         scale: default: 1 / sqrt(d).
         mask: [sequences or 1, heads or 1, length or 1, keys], of booleans (True sees) or added to the scores.
+        is_split: whether the rows are those of one rank, whose layer refuses a gradient of their gradient.
         drop: called with the weights [sequences, heads, queries, keys] of a part, its first sequence and first query.
 
     Returns:
@@ -85,7 +87,7 @@ def attend(
         keys, values = (x[first:last].transpose(1, 2) for x in (k, v))
         part = None if drop is None else partial(drop, first=first, begin=begin)
         cut = _cut(mask, first, last, begin, end)
-        found = _core(queries, keys, values, past + begin, sees, scale, cut, shared, part)
+        found = _core(queries, keys, values, past + begin, sees, scale, cut, shared, part, is_split)
         parts.append(found.transpose(1, 2).flatten(0, 1))
         row += count
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -93,15 +95,15 @@ def attend(
 
 def _core(
     q: Tensor, k: Tensor, v: Tensor, position: int, sees: Sees, scale: float | None, mask: Tensor | None, shared: bool,
-    drop: Callable[[Tensor], Tensor] | None = None,
+    drop: Callable[[Tensor], Tensor] | None = None, is_split: bool = False,
 ) -> Tensor:  # fmt: skip
     """Compute attention of queries [sequences, heads, .., d] that begin at `position`."""
     is_plain = sees.window is None and mask is None and drop is None
     if (is_plain and position == 0 and q.shape[2] == k.shape[2]) or q.shape[2] == 0:
         return F.scaled_dot_product_attention(q, k, v, is_causal=sees.causal, scale=scale, enable_gqa=shared)
-    if is_plain and sees.causal and q.shape[2] > 1:
+    if is_plain and sees.causal and is_split and q.shape[2] > 1:
         return causal_attention(q, k, v, position, scale)
-    if is_plain:  # a token at the end, which sees all keys
+    if is_plain and (q.shape[2] == 1 or not sees.causal):  # a token at the end sees all keys
         stop = position + 1 if sees.causal else k.shape[2]
         return F.scaled_dot_product_attention(q, k[:, :, :stop], v[:, :, :stop], scale=scale, enable_gqa=shared)
     queries = torch.arange(position, position + q.shape[2], device=q.device)

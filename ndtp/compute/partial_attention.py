@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ndtp.compute.traces import refuse_second
+
 _ops: Any = torch.ops.aten
 
 
@@ -203,8 +205,8 @@ class _Causal(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
+        refuse_second("attention of split sequences")
         q, k, v, out, lse = ctx.saved_tensors
         own = Gradients(grad, q, out, lse, ctx.scale)
         dk, dv = own.see(k, v, ctx.parts)

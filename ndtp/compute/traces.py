@@ -98,6 +98,20 @@ def refuse_traces(what: str, exports: bool = True) -> None:
         )
 
 
+def refuse_second(name: str, op: str = "") -> None:
+    """Refuse double backward at the first backward, since autograd would not see all that is computed.
+
+    Raises:
+        RuntimeError: the same on every rank, before any collective.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{op}'{name}': its gradient cannot be differentiated again, and create_graph=True asks for that\n"
+            "  fix: parallelize(..., double_backward=True), or a call of the model with a leaf that wants a gradient, "
+            "x.requires_grad_(); elsewhere create_graph=False, or dense layers (keep=, to_dense())"
+        )
+
+
 def refuse_batched(grad: Any, what: str, asked: Any = False) -> None:
     """Refuse gradients that torch computes several of at once.
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -20,12 +21,12 @@ from torch import Tensor, nn
 from ndtp.algebra.layout import Layout
 from ndtp.errors import LayoutError
 from ndtp.models.adopted import class_of
-from ndtp.models.cached_sequences import lay_caches, refuse_filled_caches
+from ndtp.models.cached_sequences import lay_caches, refuse_filled_cache
 from ndtp.models.cut_sequences import as_rows, context_of, in_sequences, of_tokens, row_axes, with_all_heads
 from ndtp.models.frame import Frame, Passage
 from ndtp.models.fused_order import in_order
 from ndtp.models.hidden import Hidden, enter, hidden_in, split
-from ndtp.models.local_heads import ConfigOfRank, refuse_parameters_on_local_heads, take_heads
+from ndtp.models.local_heads import ConfigOfRank, met_local_heads, take_heads
 from ndtp.models.looked_at import is_looked_at, made_alike, shard_of, standing_for, with_whole_sizes
 from ndtp.models.placeholder import Placeholder, placeholder
 from ndtp.models.projections import Group, Projection, products
@@ -40,6 +41,7 @@ from ndtp.split.tensor import leave as bare
 
 HIDDEN = ("hidden_states", "key_value_states", "encoder_hidden_states")
 PASSED = ("residual",)  # what is added to the result, which are hidden states again
+NO_CACHES = {Tensor, Placeholder, Hidden, SplitTensor, tuple, dict, bool, int, type(None)}
 BIASES = ("alibi", "position_bias")  # of scores: [batch heads or heads, .., ..]
 
 
@@ -59,7 +61,7 @@ class Core:
         is_whole: whether its code runs on tensors with the sizes of the whole, see `ndtp.models.looked_at`.
         layer: the number of the module's layer in caches.
         config: that of the module, if it has one.
-        parts: the modules that it had when its code was looked at.
+        parts, cache: the modules that it had when its code was looked at, and the cache that came last.
     """
 
     frame: Frame
@@ -78,6 +80,7 @@ class Core:
     layer: int | None = None
     config: ConfigOfRank | None = None
     parts: tuple[nn.Module | None, ...] = ()
+    cache: Callable[[], Any] = field(default=lambda: None)
     given = OfTurn()
     groups = OfTurn(dict)
 
@@ -107,8 +110,8 @@ class Core:
             forward: takes the module, or one that stands for it.
             names: of the other arguments.
         """
-        if (parts := tuple(module._modules.values())) != self.parts:
-            refuse_parameters_on_local_heads(module, self, self.parts)
+        is_new = (parts := tuple(module._modules.values())) != self.parts and torch.is_grad_enabled()
+        if is_new and not met_local_heads(module, self, self.parts):
             self.parts = parts
         if self.config is not None and self.config.now != self.config.seen:
             self.config.follow()
@@ -139,8 +142,11 @@ class Core:
             if self.frame.splits(self.inner) > 1:
                 batch = self.given.lead[0]
                 lay_caches(bound.arguments, self.frame, self.inner, batch, self.layer, self.of_tokens)
-            if not self.of_tokens:
-                refuse_filled_caches(bound.arguments, self.layer, self._seen(self.given)[0], self)
+            for value in bound.arguments.values():  # written out: this runs in each layer of each step
+                if value.__class__ not in NO_CACHES and hasattr(value, "reorder_cache") and self.cache() is not value:
+                    self.cache = ref(value)
+                    if not self.of_tokens:
+                        refuse_filled_cache(value, self.layer, self)
         before, self.frame.summed = self.frame.summed, summed
         try:
             result = self._outside(forward(*bound.args, **bound.kwargs))
@@ -159,7 +165,7 @@ class Core:
             return in_sequences(value, self.name)
         return value
 
-    def _seen(self, passage: Passage) -> tuple[int, int]:
+    def seen(self, passage: Passage) -> tuple[int, int]:
         """Return the number of sequences of a rank, and their length."""
         if len(passage.lead) != 2:
             raise LayoutError(f"parallelize: '{self.name}' takes [batch, sequence, features], its input is {passage}")
@@ -179,7 +185,7 @@ class Core:
         if name in PASSED:
             return value
         if isinstance(value, Hidden):
-            return placeholder(value, (*self._seen(value.passage), self._features_seen(value.passage)))
+            return placeholder(value, (*self.seen(value.passage), self._features_seen(value.passage)))
         if isinstance(value, SplitTensor) and value.dim() == 4 and value.spec.dims[1:] == (self.head_axes, (), ()):
             return bare(value)  # what an earlier attention gave of this rank's heads
         if isinstance(value, Tensor):
@@ -248,7 +254,7 @@ class Core:
         """Return rows of this rank's heads as the model's code gets them, [sequences, length, features]."""
         if passage.across:
             return of_tokens(y, passage, self.inner, self.context, self.name)
-        return y.unflatten(0, self._seen(passage))
+        return y.unflatten(0, self.seen(passage))
 
     def _inside(self, x: Tensor) -> Hidden:
         """Return as hidden states what the model's code made of the heads of this rank."""
@@ -264,7 +270,7 @@ class Core:
 
     def _check_samples(self, x: Tensor) -> None:
         """Refuse some of the samples, where an adapter behind the heads takes all of them."""
-        lead = self.given.lead if self.is_whole else self._seen(self.given)
+        lead = self.given.lead if self.is_whole else self.seen(self.given)
         if math.prod(x.shape[:-1]) != math.prod(lead) and not self.of_tokens:
             raise LayoutError(
                 f"parallelize: what leads back from the heads of '{self.name}' takes {tuple(x.shape)}, and all of its "

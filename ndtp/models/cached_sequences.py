@@ -216,34 +216,29 @@ def lay_caches(
                 cache.ndtp_layers.add(layer)
 
 
-def refuse_filled_caches(arguments: Mapping[str, Any], layer: int | None, rows: int, core: Any) -> None:
+def refuse_filled_cache(value: Any, layer: int | None, core: Any) -> None:
     """Refuse a cache that came with keys of its own, where this rank's are those of other sequences or heads.
 
     Args:
         layer: the number of the layer in its caches.
-        rows: the sequences of this rank.
         core: of the attention, a `ndtp.models.attention_core.Core`.
 
     Raises:
         LayoutError: names what the cache has.
     """
-    if layer is None:
-        return
-    for value in arguments.values():
-        for cache in _plain_caches(value):
-            for held in cache.layers[layer : layer + 1]:
-                if "ndtp_is_known" in vars(held):
-                    continue
-                held.ndtp_is_known = True
-                keys = getattr(held, "keys", None)
-                if not isinstance(keys, Tensor) or isinstance(keys, SplitTensor) or keys.dim() != 4:
-                    continue
-                if (here := (rows, len(core.kv_per_rank))) != tuple(keys.shape[:2]):
-                    raise LayoutError(
-                        f"parallelize: '{core.name}' got a cache with keys {tuple(keys.shape)} in it, of sequences and "
-                        f"heads; this rank has {here[0]} sequences and {here[1]} heads of them\n  fix: an empty cache, "
-                        "which the split model fills; or attention that stays whole, keep=['*self_attn*']"
-                    )
+    for cache in _plain_caches(value) if layer is not None else ():
+        for held in cache.layers[layer : layer + 1]:  # type: ignore[operator]
+            keys: Any = getattr(held, "keys", None)
+            is_whole = isinstance(keys, Tensor) and not isinstance(keys, SplitTensor) and keys.dim() == 4
+            if not is_whole:
+                continue
+            here = core.seen(core.given)[0], len(core.kv_per_rank)
+            if here != tuple(keys.shape[:2]):
+                raise LayoutError(
+                    f"parallelize: '{core.name}' got a cache with keys {tuple(keys.shape)} in it, of sequences and "
+                    f"heads; this rank has {here[0]} sequences and {here[1]} heads of them\n  fix: an empty cache, "
+                    "which the split model fills; or attention that stays whole, keep=['*self_attn*']"
+                )
 
 
 def _change(layers: Many[Any], sequences: Sequences, to_rank: bool) -> None:

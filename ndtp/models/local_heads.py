@@ -67,8 +67,8 @@ def take_heads(module: nn.Module, whole: Any, heads: int, kv_heads: int) -> Conf
     return ConfigOfRank(given, config, vars(given)) if hasattr(given, "__dict__") else None
 
 
-def refuse_parameters_on_local_heads(module: nn.Module, core: Any, known: Sequence[nn.Module | None]) -> None:
-    """Refuse parameters in parts that came into an attention after it was split: its code has this rank's heads alone.
+def met_local_heads(module: nn.Module, core: Any, known: Sequence[nn.Module | None]) -> bool:
+    """Return whether frozen parameters came into an attention after it was split, whose code has this rank's heads.
 
     Args:
         core: of the attention; what stands around its output projection meets whole activations.
@@ -77,14 +77,18 @@ def refuse_parameters_on_local_heads(module: nn.Module, core: Any, known: Sequen
     Raises:
         LayoutError: names the first one that is trained.
     """
+    has_some = False
     for name, part in module.named_children():
         if any(part is each for each in known) or any(each is core.output for each in part.modules()):
             continue
         for key, parameter in part.named_parameters():
-            owner = part.get_submodule(key.rpartition(".")[0])
-            if parameter.requires_grad and not isinstance(owner, (Replicated, Sharded)):
+            if isinstance(part.get_submodule(key.rpartition(".")[0]), (Replicated, Sharded)):
+                continue
+            if parameter.requires_grad:
                 raise LayoutError(
                     f"parallelize: '{name}.{key}' came into '{core.name}' after the model was split.  The code of this "
                     "attention runs on the heads and sequences of one rank, so its gradient would be theirs alone\n"
                     "  fix: put it there before parallelize"
                 )
+            has_some = True
+    return has_some

@@ -90,10 +90,14 @@ class PlainGradients:
             made._watch_split(name, copy.deepcopy(parameter, memo))
         for name, parameter in self._parameters:  # hooks of parameters are not copied with these
             made._watch_whole(name, copy.deepcopy(parameter, memo))
+            if "ndtp_set_aside" in vars(parameter):
+                made._hand_out(made._parameters[-1][1])
         return made
 
     def watch_new(self, model: nn.Module, *_: Any) -> None:
         """Take all parameters where the program has put some into a module since; runs before each forward."""
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+            return  # hooks of a parameter that were made here would be none of those that train
         if self.axes and self._seen != _registered[0]:
             self._seen, known = _registered[0], len(self._parameters)
             self.watch(model)
@@ -118,7 +122,9 @@ class PlainGradients:
                     parameter.ndtp_summed_over = self.axes  # type: ignore[attr-defined]
                     continue
                 owner = model.get_submodule(name.rpartition(".")[0])
-                if isinstance(owner, Sharded):  # whose gradients come as they lie
+                own = vars(owner).get("lies")  # what else somebody put onto a layer is none of its own
+                if isinstance(owner, Sharded) and (own is None or name.rpartition(".")[2] in own):
+                    # Gradients of it come as they lie.
                     parameter.ndtp_summed_over = ()  # type: ignore[attr-defined]
                     continue
                 of_torch = type(parameter) is nn.Parameter and parameter.layout is torch.strided

@@ -279,7 +279,9 @@ class Attention(BlockModule):
         begin = first - sequence * length
         rate, whole = self.dropout if self.training else 0.0, (batch, length, self.heads)
         drop = dropped_at(rate, sequence, plan.first_head(rank), whole, q.device)
-        return attend(q, k, v, plan.kv_of(rank), begin, length, self.sees, self.scale, mask, drop).flatten(1)
+        return attend(
+            q, k, v, plan.kv_of(rank), begin, length, self.sees, self.scale, mask, drop, is_split=True
+        ).flatten(1)
 
     def _norms(self) -> list[LayerNorm | RMSNorm]:
         return [] if self.qk_norm is None else [self.q_norm, self.k_norm]

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ndtp.compute.traces import refuse_batched
-from ndtp.ops.moving import as_own, refuse_second
+from ndtp.compute.traces import refuse_batched, refuse_second
+from ndtp.ops.moving import as_own
 from ndtp.runtime.arrival import Deferred, arrived, is_plain, taken_in
 from ndtp.runtime.moves import Move
 from ndtp.runtime.program import NO_LEAVES, Program

@@ -17,7 +17,8 @@ from ndtp.algebra.steps import Step
 from ndtp.collectives.rows_exchange import start_rows
 from ndtp.compute.activations import activation_named
 from ndtp.compute.grouped import Groups, grouped_product
-from ndtp.ops.moving import moved, refuse_second, taken
+from ndtp.compute.traces import refuse_second
+from ndtp.ops.moving import moved, taken
 from ndtp.runtime.arrival import stored_shape
 from ndtp.runtime.recheck import LookedAt
 

@@ -15,10 +15,10 @@ from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.algebra.relayouts import RelayoutPlan
 from ndtp.compute.norms import wide
-from ndtp.compute.traces import own_graph
+from ndtp.compute.traces import own_graph, refuse_second
 from ndtp.errors import LayoutError
 from ndtp.ops.losses import LossPlan, check_weights, reduced, row_losses, totals, whole_targets
-from ndtp.ops.moving import enter, refuse_second, taken
+from ndtp.ops.moving import enter, taken
 from ndtp.ops.products import matmul
 
 if TYPE_CHECKING:

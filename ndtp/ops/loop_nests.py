@@ -13,8 +13,9 @@ from ndtp.algebra.einsum import EinsumPlan, ExtremePlan
 from ndtp.algebra.einsum_products import ProductForm
 from ndtp.algebra.steps import Step
 from ndtp.compute.norms import wide
+from ndtp.compute.traces import refuse_second
 from ndtp.errors import LayoutError
-from ndtp.ops.moving import enter, moved, refuse_second
+from ndtp.ops.moving import enter, moved
 from ndtp.ops.products import matmul
 from ndtp.ops.reductions import merged, reduce
 

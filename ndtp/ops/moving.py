@@ -118,17 +118,3 @@ class _Used(torch.autograd.Function):
         deferred.late = late.expect(move, deferred.leaf if held else None, sums)
         late.came_through([deferred.late], sums if held else None)
         return grad.new_zeros(()).expand(ctx.shape), None, None, None  # a placeholder that the arrival drops
-
-
-def refuse_second(name: str, op: str = "") -> None:
-    """Refuse double backward at the first backward, since autograd would not see all that is computed.
-
-    Raises:
-        RuntimeError: the same on every rank, before any collective.
-    """
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            f"{op}'{name}': its gradient cannot be differentiated again, and create_graph=True asks for that\n"
-            "  fix: parallelize(..., double_backward=True), or a call of the model with a leaf that wants a gradient, "
-            "x.requires_grad_(); elsewhere create_graph=False, or dense layers (keep=, to_dense())"
-        )

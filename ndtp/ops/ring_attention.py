@@ -22,6 +22,7 @@ from ndtp.algebra.ring_plan import RingPlan
 from ndtp.algebra.steps import Step
 from ndtp.algebra.wire import BACK
 from ndtp.compute.partial_attention import Gradients, Merged
+from ndtp.compute.traces import refuse_second
 from ndtp.ops.moving import enter, sent
 
 if TYPE_CHECKING:
@@ -82,8 +83,8 @@ class _Ring(torch.autograd.Function):
         return torch.cat(found, -3) if len(found) > 1 else found[0]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
+        refuse_second("attention of split sequences")
         plan, mesh, index = ctx.plan, ctx.mesh, ctx.index
         mesh.step.late.enter()
         mask, *saved = ctx.saved_tensors

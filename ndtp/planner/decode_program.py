@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import ndtp
 
 CONFIG = {config!r}
-SEQUENCES, LENGTH, NEW_TOKENS = {sequences}, 16, 32  # of one data-parallel rank; LENGTH + NEW_TOKENS lie in the cache
+SEQUENCES, LENGTH, NEW_TOKENS = {sequences}, {length}, {new}  # of one data-parallel rank
 
 
 def prompts(device):
@@ -41,7 +41,7 @@ def dense():
 def main():
     device = start()
     mesh = ndtp.ProcessGrid(ndtp.Grid({grid}))
-    model = ndtp.parallelize(dense(), mesh, scheme={scheme!r})
+    model = ndtp.parallelize(dense(), mesh, scheme={scheme!r}{options})
     fill(model)
     ids = prompts(device)
     return model.generate(
@@ -68,10 +68,14 @@ def decode_program(choice: DecodeChoice, config: str) -> str:
         config: the path of the model's `config.json`.
     """
     question = choice.question
-    per_node = min(question.ranks, question.hardware.ranks_per_node)
+    per_node, length = min(question.ranks, question.hardware.ranks_per_node), question.model.sequence
+    new = min(32, max(1, length // 2))  # of the tokens that the plan has in the cache
+    is_fp8 = question.dtype == "float8"
+    dtype = "bfloat16" if is_fp8 else question.dtype
     return PROGRAM.format(
         title=f"{question.model.name} on {question.ranks} ranks: {choice}.", nodes=max(1, question.ranks // per_node),
         per_node=per_node, config=config, sequences=-(-question.batch // choice.sizes.get("dp", 1)),
-        vocabulary=question.model.vocabulary, start=START, fill=FILL, dtype=question.dtype, grid=grid_of(choice),
-        scheme=choice.scheme,
+        vocabulary=question.model.vocabulary, start=START, fill=FILL.format(dtype=dtype), dtype=dtype,
+        grid=grid_of(choice), scheme=choice.scheme, options=', recipe="fp8-rowwise"' if is_fp8 else "",
+        length=max(1, length - new), new=new,
     )  # fmt: skip

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.distributed.tensor import DTensor
 
 from ndtp.collectives.torch_patches import replaced
 from ndtp.runtime.arrival import is_plain
@@ -94,7 +95,7 @@ class _Data:
         return self._given if owner is None else self._given.__get__(owner)
 
     def __set__(self, owner: Any, value: Any) -> None:
-        if type(value) not in _PLAIN and type(owner) in _PLAIN:
+        if type(value) not in _PLAIN and not (isinstance(owner, DTensor) or hasattr(type(owner), "gathered")):
             value = value.gathered() if hasattr(value, "gathered") else value
             value = value.full_tensor().detach() if isinstance(value, GridTensor) else value
         self._given.__set__(owner, value)

@@ -50,7 +50,8 @@ def _looking(given: Callable[..., Any]) -> Callable[..., Any]:
     def check(param: Any, param_name: str, *rest: Any) -> Any:
         if AT_WORK.gathered:
             frame = sys._getframe(1)
-            if frame.f_code.co_name in _TAKING_ROWS:
+            adds = frame.f_locals.get("op") in (None, dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT)
+            if frame.f_code.co_name in _TAKING_ROWS and adds:
                 _look(frame.f_code.co_name, frame.f_locals.get("group"), *AT_WORK.gathered[-1])
         return given(param, param_name, *rest)
 

@@ -71,7 +71,7 @@ def test_queries_behind_others_take_no_mask_of_positions(begin, end, past, monke
     queries, keys = torch.arange(past + begin, past + end), torch.arange(past + 7)
     seen = sees.mask(queries, keys)
     monkeypatch.setattr(Sees, "mask", None)
-    ours = attend(q, k, v, (0, 0, 1, 1), begin, 7, sees)
+    ours = attend(q, k, v, (0, 0, 1, 1), begin, 7, sees, is_split=True)
     wide = [x.repeat_interleave(2, 2).transpose(1, 2) for x in (k, v)]
     theirs = F.scaled_dot_product_attention(q.transpose(0, 1)[None], *wide, attn_mask=seen)
     weights = torch.randn_like(ours)
@@ -82,3 +82,14 @@ def test_queries_behind_others_take_no_mask_of_positions(begin, end, past, monke
     theirs[0].transpose(0, 1).mul(weights).sum().backward()
     torch.testing.assert_close(ours, theirs[0].transpose(0, 1))
     torch.testing.assert_close(grads, [x.grad for x in (q, k, v)])
+
+
+def test_only_rows_of_one_rank_refuse_a_gradient_of_their_gradient():
+    """A dense twin behind a cache has one, as torch's attention has."""
+    q, k, v = (torch.randn(size, 2, 4, dtype=torch.float64, requires_grad=True) for size in (2, 5, 5))
+    core = lambda *x, **more: attend(x[0], x[1][None], x[2][None], (0, 1), 0, 2, Sees(causal=True), **more)  # noqa: E731
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert torch.autograd.gradgradcheck(core, (q, k, v))
+    y = core(q, k, v, is_split=True)
+    with pytest.raises(RuntimeError, match="cannot be differentiated again, and create_graph=True"):
+        torch.autograd.grad(y.sum(), q, create_graph=True)

@@ -268,6 +268,15 @@ def scaled(model, where):
     setattr(owner, name, Scaled(getattr(owner, name), width))
 
 
+def compare_gradients(model, dense, given, where):
+    for each in (dense, model):
+        each.zero_grad()
+        each(**given).loss.backward()
+    for (name, p), theirs in zip(model.named_parameters(), dense.parameters(), strict=True):
+        ours = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        torch.testing.assert_close(ours, theirs.grad, msg=lambda text, at=(where, name): f"{at}: {text}")
+
+
 def check_a_gain_after_the_split(grid):
     given = inputs("LlamaForCausalLM", 4, 6)
     for where in ("o_proj", "mlp", "norm", "embedding"):
@@ -275,19 +284,42 @@ def check_a_gain_after_the_split(grid):
         ndtp.parallelize(model, mesh_of(grid))
         for each in (dense, model):
             scaled(each, where)
-            each(**given).loss.backward()
-        for (name, p), theirs in zip(model.named_parameters(), dense.parameters(), strict=True):
-            ours = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-            torch.testing.assert_close(ours, theirs.grad, msg=lambda text, at=(where, name): f"{at}: {text}")
-    scaled(model, "q_proj")
-    if "dp" not in grid:
-        with pytest.raises(ndtp.LayoutError, match=r"'q_proj.gain' came into 'model.layers.0.self_attn' after the mod"):
+        with torch.inference_mode():
             model(**given)
+        compare_gradients(model, dense, given, where)
+    compare_gradients(copy.deepcopy(model), dense, given, "a copy")
+    for each in (dense, model):
+        layer = each.model.layers[0].mlp.down_proj
+        layer.register_parameter("gain", nn.Parameter(torch.linspace(0.5, 1.5, 32, dtype=torch.float64)))
+        layer.register_forward_hook(lambda layer, args, y: y * layer.gain)
+    compare_gradients(model, dense, given, "on a layer")
+
+
+def check_a_gain_on_heads(grid):
+    """It is right in evaluation and while it is frozen, where no heads are split."""
+    given, model = inputs("LlamaForCausalLM", 4, 6), build("LlamaForCausalLM", **ONE_LAYER)
+    dense = copy.deepcopy(model)
+    ndtp.parallelize(model, mesh_of(grid))
+    for each in (dense, model):
+        scaled(each, "q_proj")
+    gain = model.model.layers[0].self_attn.q_proj.gain
+    with torch.no_grad():
+        torch.testing.assert_close(model(**given).loss, dense(**given).loss)
+    gain.requires_grad_(False)
+    model(**given).loss.backward()
+    gain.requires_grad_(True)
+    with pytest.raises(ndtp.LayoutError, match=r"'q_proj.gain' came into 'model.layers.0.self_attn' after the model"):
+        model(**given)
+
+
+@pytest.mark.parametrize("grid", [Grid(x=2), Grid(dp=2)], ids=str)
+def test_a_parameter_that_meets_one_ranks_heads_is_refused(ranks, grid):
+    ranks(2).run(check_a_gain_on_heads, grid)
 
 
 @pytest.mark.parametrize("grid", [Grid(x=2), Grid(y=2), Grid(dp=2)], ids=str)
 def test_a_parameter_that_comes_after_the_split(ranks, grid):
-    """It has the dense gradient wherever it meets whole activations; those of one rank's heads are none."""
+    """It has the dense gradient wherever it meets whole activations."""
     ranks(2).run(check_a_gain_after_the_split, grid)
 
 
@@ -302,10 +334,14 @@ def check_data_of_split_weights():
     new.weight.data = (split * 2).detach()
     torch.testing.assert_close(new.weight.sum(), (2 * weight).sum())
     logits = model(**inputs("LlamaForCausalLM", 4, 6)).logits
+    kind = type("OfSomebody", (nn.Parameter,), {})
+    other = kind(torch.zeros(1), requires_grad=False)
+    other.data = split.data
+    torch.testing.assert_close(other.sum(), weight.sum())
     kept = torch.zeros(1)
     kept.data = logits.detach()
-    torch.testing.assert_close(kept, logits.full_tensor() if isinstance(logits, DTensor) else kept)
-    assert kept.shape == logits.shape and type(kept) is torch.Tensor and kept.untyped_storage().nbytes()
+    assert type(kept) is torch.Tensor
+    torch.testing.assert_close(kept, logits.gathered().detach())
 
 
 def test_a_new_layer_takes_the_data_of_a_split_weight(ranks):

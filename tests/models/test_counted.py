@@ -67,7 +67,7 @@ def test_few_weights_on_other_rows_lie_beside():
         ({"model_type": "albert", **SMALL, "embedding_size": 16}, "query' runs 3 times in a step: its layers share"),
         ({"model_type": "funnel", "d_model": 48, "n_head": 3, "d_head": 16, "block_sizes": [1, 1]}, "rows, others 32"),
         (LLAMA | {"model_type": "gpt_oss"}, "of its parameters; what stays whole: model.layers.*.mlp.experts.gate_up"),
-        ({"model_type": "mamba", "hidden_size": 48, "num_hidden_layers": 2}, "has no attention, MLP or experts that"),
+        ({"model_type": "mamba", "hidden_size": 48, "num_hidden_layers": 2}, "its layers are of another kind"),
         ({"model_type": "resnet"}, "the model's config tells no size of its hidden states"),
         (LLAMA | {"architectures": ["GoneForCausalLM"]}, "has no such model\n  fix: leave architectures out"),
         (LLAMA | {"architectures": ["T5Model"]}, "T5Model: it takes a T5Config, not a LlamaConfig"),

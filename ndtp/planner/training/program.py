@@ -14,7 +14,7 @@ def start():
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         dist.init_process_group("nccl" if cuda else "gloo")
-    torch.manual_seed(0)  # the same batches on every rank
+    torch.manual_seed(0)  # every rank draws the same
     return device
 """
 
@@ -22,10 +22,17 @@ FILL = '''\
 def fill(model):
     """Read the weights that lie beside the config; where there are none, draw some, the same on every grid."""
     folder = Path(CONFIG).parent
-    if any(folder.glob("*.safetensors")):
-        ndtp.checkpoint.load_safetensors(model, folder)
-    else:
-        ndtp.checkpoint.initialize(model, seed=0)
+    if not any(folder.glob("*.safetensors")):
+        print(f"no *.safetensors in {{folder}}: weights are random")
+        return ndtp.checkpoint.initialize(model, seed=0)
+    try:
+        return ndtp.checkpoint.load_safetensors(model, folder)  # each rank reads its part
+    except ndtp.CheckpointError as error:
+        print(f"{{error}}: transformers reads the whole")  # weights that it stores by other names, such as experts
+    ndtp.checkpoint.initialize(model, seed=0)
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.{dtype}).state_dict()
+    for part in [stage.model for stage in model] if isinstance(model, list) else [model]:
+        part.load_state_dict({{key: whole[key] for key in part.state_dict()}})
 '''
 
 HEAD = '''"""{title}
@@ -160,7 +167,7 @@ def program(choice: SplitChoice, config: str, sees: bool = False) -> str:
         title=f"{question.model.name} on {question.ranks} ranks: {s}.", nodes=max(1, question.ranks // per_node),
         start=START, per_node=per_node, config=config, sequences=int(s.micro * s.z), length=question.model.sequence,
         micro_batches=choice.micro_batches, vocabulary=question.model.vocabulary, dtype=dtype, checkpoint=again,
-        part=part, fill=FILL,
+        part=part, fill=FILL.format(dtype=dtype),
     )  # fmt: skip
     if s.pp == 1:
         return head + PLAIN.format(grid=grid, scheme=scheme, options=options, optimizer=optimizer)
