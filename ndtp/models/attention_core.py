@@ -134,19 +134,19 @@ class Core:
         ties = [[q], [self.inputs["k"], self.inputs["v"]]] if q and len(sources) > 1 else [list(self.inputs.values())]
         groups = [Group(list(tie)) for tie in ties]  # type: ignore[arg-type]
         self.groups = {id(member): group for group in groups for member in group.members}
-        made_alike(named, self.name, self.is_whole)
+        is_whole, of_tokens = self.is_whole, self.of_tokens
+        made_alike(named, self.name, is_whole)
         bound.arguments.update(named)
-        summed = self.sums if self.is_whole else row_axes(self.frame, self.inner) if self.of_tokens else ()
-        if not self.is_whole:
+        summed = self.sums if is_whole else row_axes(self.frame, self.inner) if of_tokens else ()
+        if not is_whole:
             bound.arguments.update({name: self._local(name, value) for name, value in named.items()})
             if self.frame.splits(self.inner) > 1:
                 batch = self.given.lead[0]
-                lay_caches(bound.arguments, self.frame, self.inner, batch, self.layer, self.of_tokens)
-            for value in bound.arguments.values():  # written out: this runs in each layer of each step
+                lay_caches(bound.arguments, self.frame, self.inner, batch, self.layer, of_tokens)
+            for value in () if of_tokens else bound.arguments.values():  # written out: in each layer of each step
                 if value.__class__ not in NO_CACHES and hasattr(value, "reorder_cache") and self.cache() is not value:
                     self.cache = ref(value)
-                    if not self.of_tokens:
-                        refuse_filled_cache(value, self.layer, self)
+                    refuse_filled_cache(value, self.layer, self)
         before, self.frame.summed = self.frame.summed, summed
         try:
             result = self._outside(forward(*bound.args, **bound.kwargs))

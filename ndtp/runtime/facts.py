@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ndtp.errors import LayoutError
-
 PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 _LEAVES = (Tensor, *PLAIN)
 _SAMPLE = 4096  # numbers of a tensor of real ones that are looked at
@@ -85,19 +83,9 @@ def hash_of(x: Tensor) -> Tensor | int:
 
 @torch.no_grad()
 def hash_of_content(x: Tensor) -> Tensor:
-    """A hash of all bytes of a tensor of any dtype, computed where it lies; zero of one without numbers.
-
-    Raises:
-        LayoutError: it has numbers and no memory.
-    """
+    """A hash of all bytes of a tensor of any dtype, computed where it lies; zero of one without numbers."""
     if x.is_meta or not x.numel() or x.is_quantized:
         return torch.zeros((), dtype=torch.int64, device="cpu")
-    if type(x) in (Tensor, torch.nn.Parameter) and not x.data_ptr():
-        raise LayoutError(
-            f"a weight {tuple(x.shape)} has no memory: a plain parameter was given a split tensor by `.data =`, of "
-            "which torch takes the sizes alone\n  fix: p.data = x.full_tensor(), a whole tensor; what peft makes of "
-            "several adapters (add_weighted_adapter) is made before parallelize"
-        )
     if is_traceable_wrapper_subclass(x):  # as torchao has quantised weights
         return torch.stack([hash_of_content(getattr(x, name)) for name in x.__tensor_flatten__()[0]]).sum()
     x = x.detach().resolve_conj().resolve_neg().reshape(-1)
