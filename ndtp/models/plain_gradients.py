@@ -98,7 +98,7 @@ class PlainGradients:
         """Take all parameters where the program has put some into a module since; runs before each forward."""
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
             return  # hooks of a parameter that were made here would be none of those that train
-        if self.axes and self._seen != _registered[0]:
+        if self._seen != _registered[0]:
             self._seen, known = _registered[0], len(self._parameters)
             self.watch(model)
             for parameter in [parameter for _, parameter in self._parameters[known:]]:
@@ -361,7 +361,10 @@ def sum_plain_gradients_of(
         if mesh.device_mesh is None:
             return None
         sums = model.ndtp_plain_gradients = PlainGradients(mesh, axes)  # type: ignore[assignment]
-        _count_registered()
-        model.register_forward_pre_hook(sums.watch if watches else sums.watch_new, prepend=True)
+        if watches:
+            model.register_forward_pre_hook(sums.watch, prepend=True)
+        elif sums.axes:
+            _count_registered()
+            model.register_forward_pre_hook(sums.watch_new, prepend=True)
     sums.watch(model)
     return sums
