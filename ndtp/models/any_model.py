@@ -31,7 +31,8 @@ from ndtp.models.recurrent import keep_weights_apart
 from ndtp.models.roles import features, is_linear, join
 from ndtp.models.run_eagerly import compiled_parts_run_eagerly, run_eagerly
 from ndtp.models.saving import saved_whole
-from ndtp.models.split_layers import AsStored, ObservedEmbedding, ObservedLinear, SharedInput
+from ndtp.models.shared_input import SharedInput
+from ndtp.models.split_layers import AsStored, ObservedEmbedding, ObservedLinear
 from ndtp.models.table_settings import odd_settings, refuse_own_rows, setting_against
 from ndtp.models.torch_attention import ObservedPart, OpenedPart, open_to_split, with_parts
 from ndtp.models.tried_linear import computes_under_autocast

@@ -29,7 +29,8 @@ from ndtp.models.hidden import Hidden, enter, hidden_in, split
 from ndtp.models.local_heads import ConfigOfRank, met_local_heads, take_heads
 from ndtp.models.looked_at import is_looked_at, made_alike, shard_of, standing_for, with_whole_sizes
 from ndtp.models.placeholder import Placeholder, placeholder
-from ndtp.models.projections import Group, Projection, products
+from ndtp.models.projections import Projection, products
+from ndtp.models.shared_input import SharedInput
 from ndtp.models.signatures import NamedArguments, Signature, signature_of
 from ndtp.ops.products import relayout
 from ndtp.ops.reductions import used_over
@@ -132,8 +133,7 @@ class Core:
         self.given = next(iter(sources.values())).passage
         q = self.inputs.get("q")
         ties = [[q], [self.inputs["k"], self.inputs["v"]]] if q and len(sources) > 1 else [list(self.inputs.values())]
-        groups = [Group(list(tie)) for tie in ties]  # type: ignore[arg-type]
-        self.groups = {id(member): group for group in groups for member in group.members}
+        self.groups = {id(x): group for tie in ties for group in [SharedInput(tie)] for x in tie}  # type: ignore
         is_whole, of_tokens = self.is_whole, self.of_tokens
         made_alike(named, self.name, is_whole)
         bound.arguments.update(named)

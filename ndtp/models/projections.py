@@ -7,9 +7,8 @@ shards of their weights, one after the other, are its shard of a weight whose fe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -19,72 +18,17 @@ from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.algebra.schemes import BlockLayouts
 from ndtp.compute.constants import constant_on
-from ndtp.compute.traces import is_autocast_on
 from ndtp.errors import LayoutError
 from ndtp.models.adopted import Adopted, adopt, as_projection_input
 from ndtp.models.frame import Frame, Passage, led_to
 from ndtp.models.fused_order import order_of
 from ndtp.models.hidden import Hidden, enter, leave
 from ndtp.models.joint_product import Used, parts_of, side_by_side
-from ndtp.models.seen_weights import SeenWeights
 from ndtp.models.settled import settled_product
+from ndtp.models.shared_input import SharedInput
 from ndtp.models.signatures import OF_TORCH, as_dense_input, input_by_name
 from ndtp.ops.products import chain, relayout
 from ndtp.runtime.arrival import local_shard
-from ndtp.runtime.of_turn import OfTurn
-
-pre_hooks = attrgetter("_forward_pre_hooks")
-
-
-def mode_of(x: Tensor) -> tuple[bool, bool, torch.dtype | None]:
-    """Return what decides, beside the numbers, what a product gives: whether it has a gradient, whether autograd may
-    ever see it, and its dtype.
-    """
-    device = x.device.type
-    is_cast = is_autocast_on(device)
-    dtype = torch.get_autocast_dtype(device) if is_cast else None
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), dtype
-
-
-@dataclass(eq=False)
-class Group:
-    """Projections of one input, as one product; results wait here for the projection that asks for its own.
-
-    Attributes:
-        mode: in which they were computed.
-        are_apart: whether code has asked for results of one input in several modes: each projection has a product.
-        results: by projection, each with what the weights were when it was computed.
-    """
-
-    members: list[Projection]
-    are_apart: bool = False
-    source = OfTurn()
-    mode = OfTurn()
-    results = OfTurn(dict)
-
-    def __post_init__(self) -> None:
-        self.weights = SeenWeights(self.members)
-
-    def result(self, member: Projection, x: Tensor) -> Tensor:
-        now = mode_of(x)
-        self.are_apart |= self.source is x and self.mode != now
-        # A hook may change a weight that is used later.
-        if self.are_apart or any(map(pre_hooks, self.members)):
-            return products([member], member.taken(x))[0]
-        weights = self.weights.now()
-        if self.source is not x or id(member) not in self.results:
-            self.source, self.mode = x, now
-            made = products(self.members, member.taken(x))
-            self.results = {id(m): (y, weights) for m, y in zip(self.members, made, strict=True)}
-            if now[0]:  # decoding calls all of them
-                member.frame.shared[id(self)] = self
-        found, then = self.results.pop(id(member))
-        if not self.results:
-            self.source = None
-        return found if then[:3] == weights[:3] else products([member], member.taken(x))[0]
-
-    def forget(self) -> None:
-        self.source, self.results = None, {}
 
 
 class Schedule(Protocol):
@@ -119,7 +63,7 @@ class Projection(Adopted):
     gives: Layout
     leads_in: bool
     is_conv: bool
-    group: Group | None
+    group: SharedInput | None
     schedule: Schedule | None
     core: Any
     loud: bool
@@ -140,8 +84,12 @@ class Projection(Adopted):
         if self.group is not None:
             y = self.group.result(self, x)
         else:
-            (y,) = products([self], self.taken(x))
+            (y,) = self.product([self], x)
         return self.as_given(y, x.passage)
+
+    def product(self, members: Sequence[Any], x: Tensor) -> list[Any]:
+        """Return the results of several layers of one input, by one product."""
+        return products(members, self.taken(x))
 
     def as_given(self, y: Tensor, given: Passage) -> Hidden:
         """Return the result as the model's code gets it, for an input that lay as `given`."""
@@ -320,7 +268,7 @@ def used_and_stored(a: Layout, b: Layout, mesh_axes: Sequence[str]) -> tuple[Lay
 
 def in_group(members: Sequence[Projection]) -> None:
     """Let projections of one input be one product."""
-    group = Group(list(members))
+    group = SharedInput(members)
     for member in members:
         member.group = group
 

@@ -16,18 +16,15 @@ from ndtp.compute.traces import is_autocast_on, refuse_traces
 from ndtp.errors import LayoutError
 from ndtp.models.adopted import Adopted
 from ndtp.models.code_reads import note_read
-from ndtp.models.projections import Projection, mode_of, pre_hooks, products
-from ndtp.models.seen_weights import SeenWeights
+from ndtp.models.projections import Projection, products
 from ndtp.models.signatures import OF_TORCH, as_dense_input, input_by_name
 from ndtp.models.table_settings import refused_setting
 from ndtp.ops.lookup import LookupPlan, look_up
 from ndtp.ops.moving import taken
 from ndtp.runtime.eagerly import as_it_is
 from ndtp.runtime.memories import stands_for
-from ndtp.runtime.of_turn import OfTurn
 from ndtp.runtime.waiting_calls import settle_calls_of
 from ndtp.split.along import without_padding
-from ndtp.split.copies import state_of
 from ndtp.split.moving import brought, moved
 from ndtp.split.spec import Axes, Context, Spec, layout_of
 from ndtp.split.tensor import SplitTensor, enter
@@ -237,8 +234,7 @@ class ObservedLinear(ReadAsSplit, Projection):
         )
         return self.as_input(result) if self.turns else result
 
-    def product(self, members: Sequence[ObservedLinear], x: Tensor) -> list[tuple[Tensor, Rows]]:
-        """Return the results of several layers of one input, by one product."""
+    def product(self, members: Sequence[Any], x: Tensor) -> list[tuple[Tensor, Rows]]:
         rows, features = self.axes_in
         shard, lies = as_rows(x, rows, features, self.width, self.context, self.name, bool(rows or self.rows_out))
         return [(y, lies) for y in products(members, shard)]  # type: ignore[arg-type]
@@ -264,46 +260,6 @@ class ObservedLinear(ReadAsSplit, Projection):
             return y
         dim = next((d for d, axes in enumerate(y.spec.dims[:-1]) if axes), 0)
         return moved(y, [rows if d == dim else features if d == y.dim() - 1 else () for d in range(y.dim())])
-
-
-@dataclass(eq=False)
-class SharedInput:
-    """Layers that are called with one tensor: one product, whose parts wait for the layer that asks.
-
-    Attributes:
-        mode, are_apart, results: as of `ndtp.models.projections.Group`.
-    """
-
-    members: list[ObservedLinear]
-    are_apart: bool = False
-    source = OfTurn()
-    mode = OfTurn()
-    version = OfTurn()
-    results = OfTurn(dict)
-
-    def __post_init__(self) -> None:
-        self.weights = SeenWeights(self.members)
-
-    def result(self, member: ObservedLinear, x: Tensor) -> tuple[Tensor, Rows]:
-        now, mode = state_of(x), mode_of(x)
-        self.are_apart |= self.source is x and self.mode != mode
-        # A hook may change a weight that is used later.
-        if self.are_apart or any(map(pre_hooks, self.members)):
-            return member.product([member], x)[0]
-        weights = self.weights.now()
-        if self.source is not x or self.version != now or id(member) not in self.results:
-            self.source, self.version, self.mode = x, now, mode
-            made = member.product(self.members, x)
-            self.results = {id(m): (y, weights) for m, y in zip(self.members, made, strict=True)}
-            if mode[0]:
-                member.frame.shared[id(self)] = self
-        found, then = self.results.pop(id(member))
-        if not self.results:
-            self.source = None
-        return found if then[:3] == weights[:3] else member.product([member], x)[0]
-
-    def forget(self) -> None:
-        self.source, self.results = None, {}
 
 
 class ObservedEmbedding(ReadAsSplit, nn.Embedding):

@@ -114,7 +114,7 @@ def version_of(x: Linked) -> tuple[int, int]:
 
 def state_of(x: Tensor) -> Any:
     """Changes when a tensor, or that of which it is a view, is changed in place."""
-    if not isinstance(x, SplitTensor):
+    if not isinstance(x, Linked):
         return version_of_plain(x)
     if x.link is not None:
         x.link.fresh()

@@ -51,3 +51,31 @@ def check_changes(trains):
 @pytest.mark.parametrize("trains", [True, False], ids=["trained", "frozen"])
 def test_no_change_goes_unnoticed(ranks, trains):
     ranks(2).run(check_changes, trains)
+
+
+def scale_input(module, args, _):
+    args[0].mul_(1.5)
+
+
+def check_inputs_written_between():
+    """A hook of the first of two layers of one input writes to that input before the second is called."""
+    mesh, given = mesh_of(Grid(x=2)), inputs("LlamaForCausalLM")
+    for name in ("self_attn.q_proj", "mlp.gate_proj"):
+        dense = build("LlamaForCausalLM")
+        model = ndtp.parallelize(build("LlamaForCausalLM"), mesh, scheme="1d-sp")
+        for each in (model, dense):
+            each.model.layers[0].get_submodule(name).register_forward_hook(scale_input)
+        for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+            with mode():
+                for _ in range(2):
+                    torch.testing.assert_close(model(**given).logits * 1.0, dense(**given).logits, msg=name)
+    mlp = dense.model.layers[0].mlp  # torch has no gradients for the dense model, which writes to what backward needs
+    mlp.gate_proj._forward_hooks.clear()
+    mlp.forward = lambda x: mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(1.5 * x))
+    for each in (model, dense):
+        each(**given).loss.backward()
+    check_gradients(model, dense, "an input that was written to")
+
+
+def test_an_input_of_two_layers_that_is_written_to_between(ranks):
+    ranks(2).run(check_inputs_written_between)
