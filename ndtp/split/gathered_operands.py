@@ -118,7 +118,7 @@ class GatheredOperands:
         if isinstance(result, (list, tuple)) and any(isinstance(x, (Tensor, list, tuple)) for x in result):
             made = [self._with_operands(x) for x in result]
             return type(result)(*made) if hasattr(result, "_fields") else type(result)(made)
-        if type(result) is not Tensor or result.is_meta or result.layout is not torch.strided:
+        if type(result) is not Tensor or result.layout is not torch.strided:
             return result
         memory = result.untyped_storage()._cdata
         for each in self._made.values():

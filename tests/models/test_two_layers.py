@@ -34,6 +34,12 @@ WAYS = {
 }
 
 
+def chosen(net, x):
+    """Of each row the largest features, as a router has them: a write to what the ranks split."""
+    largest, which = (y := net(x)).topk(2)
+    return torch.full_like(y, -torch.inf).scatter_(1, which, largest).sigmoid().mul(y).sum()
+
+
 class Physics(nn.Module):
     """Its own forward differentiates what its layers give."""
 
@@ -151,6 +157,10 @@ def check_ways():
     with pytest.raises(LayoutError, match=r"volume: Between has no config .*\n  fix: volume\(x="):
         models[1].ndtp_report.volume(4)
     assert models[1].ndtp_report.volume(x=torch.empty(4, 6, dtype=torch.double)).total > 0
+    model, x = split(Between(chosen).double(), {"z": 2}, "3d"), torch.randn(4, 6).double()
+    with ndtp.CommMeter() as meter:
+        model(x).backward()
+    assert "scatter" in str(model.ndtp_report.gathered) and model.ndtp_report.volume(x=x) == meter.volume
     with pytest.raises(LayoutError, match=r"the memory of net.0.weight \(24, 6\)\n  fix: ndtp.checkpoint"):
         save(models[1].state_dict())
 
