@@ -27,7 +27,7 @@ from ndtp.models.frame import Frame, Passage
 from ndtp.models.fused_order import in_order
 from ndtp.models.hidden import Hidden, enter, hidden_in, split
 from ndtp.models.local_heads import ConfigOfRank, met_local_heads, take_heads
-from ndtp.models.looked_at import is_looked_at, made_alike, shard_of, standing_for, with_whole_sizes
+from ndtp.models.looked_at import by_itself, is_looked_at, made_alike, shard_of, standing_for, with_whole_sizes
 from ndtp.models.placeholder import Placeholder, placeholder
 from ndtp.models.projections import Projection, products
 from ndtp.models.shared_input import SharedInput
@@ -204,18 +204,11 @@ class Core:
         if name in BIASES and x.dim() == 3 and x.shape[0] in (self.heads, batch * self.heads):
             return self._cut("", x.unflatten(0, (-1, self.heads))).flatten(0, 1)
         padded = frame.padded(batch)
-        splits = frame.splits(self.inner)
         is_of_heads = x.dim() == 4 and x.shape[1] == self.local_heads  # a bias that the model made of this rank's heads
         if x.requires_grad and not is_of_heads:
             sums = tuple(axis for axis in self.sums if axis not in frame.summed)
             x = used_over(x, Layout(frame.mesh.grid, *[None] * x.dim()), sums, frame.mesh, f"{self.name} {name}")
-        if (
-            not self.of_tokens
-            and is_batched(name, x, batch)
-            and (batch > 1 or padded == 1)
-            and padded > 1
-            and splits * padded > 1
-        ):
+        if not self.of_tokens and is_batched(name, x, batch) and batch > 1:
             passage = Passage(frame, self.inner, (batch,), padded, 1, 1)
             here = passage.rows_here
             if padded > batch:
@@ -236,6 +229,8 @@ class Core:
         """Return the result of a projection of this module when the model's code calls it."""
         if member.adapts is not None:
             return self._adapted(member, member.adapts, x)
+        if not self.groups or (self.is_whole and x.shape[:-1].numel() != math.prod(self.given.lead)):
+            return by_itself(self, member, x)
         if member is self.output:
             rows = self._inside(x)
             (y,) = products([member], rows)
@@ -282,13 +277,13 @@ class Core:
         """Return the result of one of an adapter's two layers, beside a projection of this module."""
         if isinstance(x, Placeholder):
             x = x.source
-        elif not isinstance(x, Hidden):
+        elif not isinstance(x, Hidden) and self.groups:
             self._check_samples(x)
             x = self._inside(x)
-        (y,) = products([member], member.taken(x))
+        (y,) = products([member], x := member.taken(x))
         if not member.gives_features:
             return enter(y.view_as(y), member.passage(x.passage))
-        if self.is_whole:
+        if self.is_whole or not self.groups:
             return with_whole_sizes(self, base, y, x.passage)
         return self._handed(self._as_wanted(base, y), x.passage)
 

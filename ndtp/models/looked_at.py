@@ -24,7 +24,7 @@ from ndtp.compute.constants import inverse_on
 from ndtp.errors import LayoutError
 from ndtp.models.cut_sequences import row_axes
 from ndtp.models.frame import Frame, Passage
-from ndtp.models.projections import Projection
+from ndtp.models.projections import Projection, products
 from ndtp.nn.hooks import OF_A_MODULE, parts_have_hooks, want_whole
 from ndtp.split.moving import brought, in_dense_order, moved, section_order
 from ndtp.split.spec import Axes, Spec, layout_of
@@ -53,6 +53,13 @@ def standing_for(module: nn.Module, dense: Mapping[str, Any]) -> Iterator[nn.Mod
         for name, value in vars(stand_in).items():
             if name not in given or given[name] is not value:
                 vars(module)[name] = value
+
+
+def by_itself(core: Any, member: Projection, x: Tensor) -> Tensor:
+    """The result of a projection that other code than the attention's own calls, on a tensor of the whole's sizes."""
+    x = member.taken(x)
+    (y,) = products([member], x)
+    return member.as_given(y, x.passage) if member is core.output else with_whole_sizes(core, member, y, x.passage)
 
 
 def with_whole_sizes(core: Any, member: Projection, y: Tensor, passage: Passage) -> Tensor:

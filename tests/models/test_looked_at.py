@@ -241,3 +241,42 @@ def check_pair() -> None:
 )
 def test_hooks(check: object, ranks) -> None:
     ranks(2).run(check)
+
+
+ALONE = {
+    "few key heads, norms of each head": ({"x": 2}, "1d-sp"),
+    "q, k and v in one": ({"z": 2}, "3d"),
+    "an output elsewhere": ({"y": 2}, "1d"),
+}
+
+
+def check_called_alone(kind: str) -> None:
+    """Parts of attention that other code calls, with other rows than the model's: before, after and in a forward."""
+    sizes, scheme = ALONE[kind]
+    dense, model = LAYERS[kind](), ndtp.parallelize(LAYERS[kind](), mesh_of(Grid(**sizes)), scheme=scheme)
+    names = [name for name, part in model.named_modules() if getattr(part, "core", None) is not None]
+    assert names
+    for name in names:
+        part, theirs = model.get_submodule(name), dense.get_submodule(name)
+        width = theirs.weight.shape[0 if kind.startswith("q, k") else 1]
+        rows = [
+            torch.randn(*lead, width, generator=torch.Generator().manual_seed(0)) for lead in ((3, 8), (2, 5), (7,))
+        ]
+        found: list[list[object]] = []
+        for layer in (part, theirs):
+            own = [x.clone().requires_grad_() for x in rows]
+            layer.weight.grad = None
+            sum((layer(x) ** 2).sum() for x in own).backward()
+            found.append([layer.weight.grad, *(x.grad for x in own)])
+        same(*found, f"{name}: gradients")
+        around, seen = model.get_submodule(name.rpartition(".")[0]), []
+        for hook in (around.register_forward_hook, around.register_forward_pre_hook):
+            hook(lambda *_, part=part, rows=rows, seen=seen: seen.append([whole(part(x)) for x in rows]))
+        model(IDS)
+        around._forward_hooks.clear(), around._forward_pre_hooks.clear()
+        same(seen, [[theirs(x) for x in rows]] * 2, name)
+
+
+@pytest.mark.parametrize("kind", ALONE)
+def test_parts_of_attention_that_other_code_calls(kind: str, ranks) -> None:
+    ranks(2).run(check_called_alone, kind)
