@@ -4,8 +4,8 @@ from __future__ import annotations
 
 FIXES = (
     ("input", "the same rows on all ranks, but for those of another {axes}: a DistributedSampler takes "
-     "num_replicas= and rank= of {axes} alone, and is left out where the grid has no such axis; what code draws of rows or of sizes comes from one seed, "
-     "those of random and NumPy included"),
+     "num_replicas= and rank= of {axes} alone, and is left out where the grid has no such axis; "
+     "what code draws of rows or of sizes comes from one seed, those of random and NumPy included"),
     ("sampled tokens", "torch.manual_seed with one seed on all of these ranks, and nothing drawn on one alone"),
     ("random numbers of NumPy", "np.random.seed with one seed on all of these, and nothing drawn on one alone"),
     ("random numbers of Python", "random.seed with one seed on all of these, and nothing drawn on one alone"),
