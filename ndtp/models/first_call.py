@@ -7,6 +7,7 @@ the layers are put on the grid, in place, and the call goes on.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -60,15 +61,17 @@ class FirstCall:
         @eagerly(WHY_EAGER)
         @wraps(theirs.forward)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if any(type(p) is not nn.Parameter for p in self.parameters()):
-                return theirs.forward(self, *args, **kwargs)  # of a tracer, or parameters of somebody's function
+            if is_somebodys(self):
+                return theirs.forward(self, *args, **kwargs)
             self.ndtp_waiting.settle(args, kwargs)
-            return self.forward(*args, **kwargs)
+            return type(self).forward(self, *args, **kwargs)  # somebody may have put this one into a function of theirs
 
         model.__class__ = made_class(
             theirs.__name__, (WaitsForCall, theirs), {"__module__": theirs.__module__, "forward": forward}
         )
         model.ndtp_waiting = self
+        if "forward" in vars(model):
+            model.forward = OwnForward(model, vars(model)["forward"])
         self.hooks = [model.register_forward_hook(_nothing)]
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -107,6 +110,8 @@ class FirstCall:
         """
         split, model = self.split, self.split.model
         model.__class__ = type(model).__mro__[2]
+        if isinstance(entry := vars(model).get("forward"), OwnForward):
+            model.forward = entry.own
         for hook in self.hooks[1:]:
             hook.remove()
         try:
@@ -132,6 +137,34 @@ class FirstCall:
             raise
         del model.ndtp_waiting
         self.hooks[0].remove()
+
+
+class OwnForward:
+    """The forward that somebody gave such a model itself, in the place of its class's; its first call splits the model.
+
+    Args:
+        own: that forward.
+    """
+
+    def __init__(self, model: Any, own: Any) -> None:
+        self.model, self.own = model, own
+
+    @eagerly(WHY_EAGER)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if "ndtp_waiting" in vars(self.model) and not is_somebodys(self.model):
+            self.model.ndtp_waiting.settle(args, kwargs)
+        return self.own(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the model that is only watched has the forward itself."""
+        own = copy.deepcopy(self.own, memo)
+        is_watched = memo.get(id(self.model.ndtp_waiting), self) is None
+        return own if is_watched else OwnForward(copy.deepcopy(self.model, memo), own)
+
+
+def is_somebodys(model: nn.Module) -> bool:
+    """Return whether a model has the parameters of a tracer, or of a function that somebody called with it."""
+    return any(type(p) is not nn.Parameter for p in model.parameters())
 
 
 def _nothing(*_: Any) -> None:

@@ -96,6 +96,41 @@ def test_the_first_call_decides(ranks):
     assert ranks(2).run(check_first_call)[0] == ["Odd", "Odd"]
 
 
+class Around:
+    """A forward that somebody puts in the place of a model's own, as losses of embeddings do for a step."""
+
+    def __init__(self, model) -> None:
+        self.forward, self.kept = model.forward, []
+        model.forward = self
+
+    def __call__(self, *args):
+        self.kept.append(2 * self.forward(*args))
+        return self.kept[-1]
+
+
+def check_own_forwards():
+    """A forward of the model's own, given before `parallelize`, after it or both, of the model or of a copy."""
+    torch.manual_seed(0)
+    model = Odd()
+    expected = model(batch(True))
+    for times in ((1, 0), (0, 1), (1, 1)):
+        for is_copy in (False, True):
+            mine = copy.deepcopy(model)
+            kept = [Around(mine) for _ in range(times[0])]
+            ndtp.parallelize(mine, mesh_of(Grid(x=2)), scheme="1d")
+            mine = copy.deepcopy(mine) if is_copy else mine
+            assert "first call" in mine.ndtp_report.waits
+            kept = [mine.forward.own for _ in kept] + [Around(mine) for _ in range(times[1])]
+            for _ in range(2):
+                torch.testing.assert_close(mine(batch(True)), expected * 2 ** len(kept))
+            assert [len(each.kept) for each in kept] == [2] * len(kept)
+            assert mine.ndtp_report.linears == (6, 6) and not mine.ndtp_report.waits
+
+
+def test_a_forward_that_is_not_of_the_class_is_called_once(ranks):
+    ranks(2).run(check_own_forwards)
+
+
 def check_ranks_that_differ():
     mesh = mesh_of(Grid(x=2))
     torch.manual_seed(0)
