@@ -23,6 +23,7 @@ from torch import nn
 
 from ndtp.checkpoints.training_state import load, save
 from ndtp.errors import LayoutError
+from ndtp.integrations.metrics import refuse_other_metrics
 from ndtp.integrations.one_program import (
     GivenGrid,
     become_one_program,
@@ -166,6 +167,12 @@ class GridTrainerMixin:
         finally:
             self._ndtp_mesh = mesh
         return (self._of_all_rows(found[0]), *found[1:]) if of_rows else found
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+        if self._ndtp_mesh is not None:
+            refuse_other_metrics(self._ndtp_mesh, found.metrics or {})
+        return found
 
     def save_model(self, output_dir: Any = None, _internal_call: bool = False) -> None:
         """Save the model, which every rank has a part of: transformers 5.20 asks the main process alone."""

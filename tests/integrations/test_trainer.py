@@ -1,6 +1,8 @@
 """transformers' Trainer and accelerate's Accelerator on grids against dense ones, under torchrun's environment."""
 
 import os
+import random
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -15,6 +17,7 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ndtp
+from ndtp import MismatchError
 from ndtp.integrations import Accelerator, Trainer
 from ndtp.integrations.one_program import mesh_of
 
@@ -92,6 +95,24 @@ def test_every_rank_reads_a_stream(ranks, tmp_path):
     dense = trained(str(tmp_path / "dense"), 2, data=Streamed())
     for found in ranks(2).run(streamed, str(tmp_path / "grid")):
         assert found == pytest.approx(dense, rel=2e-4)
+
+
+def check_metrics(folder):
+    """Each rank would take another checkpoint for the best, and save its part of that."""
+    drawn = random.Random(dist.get_rank())
+    arguments = transformers.TrainingArguments(output_dir=folder, report_to=[], use_cpu=True, disable_tqdm=True)
+    with under_torchrun():
+        for metric, fault in ((drawn.random, "eval_score is "), (lambda: 1 + 1e-6 * drawn.random(), None)):
+            metrics = lambda _, metric=metric: {"score": metric(), "kind": "drawn", "took_time": drawn.random()}  # noqa: E731
+            given = {"eval_dataset": rows(3), "compute_metrics": metrics, "ndtp_grid": "x=2"}
+            trainer = Trainer(model=llama(), args=arguments, **given)
+            with pytest.raises(MismatchError, match=fault) if fault else nullcontext():
+                trainer.evaluate()
+
+
+@pytest.mark.cpu
+def test_metrics_that_differ_are_named(ranks, tmp_path):
+    ranks(2).run(check_metrics, str(tmp_path))
 
 
 def asks_the_main_process(self, output_dir=None, _internal_call=False):
