@@ -5,10 +5,12 @@ import math
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 
 import ndtp.testing
+from ndtp import CheckpointError
 
 TINY = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64,
@@ -18,6 +20,10 @@ TINY = {
 LARGE = TINY | {
     "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
     "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
+}  # fmt: skip
+
+MIXTRAL = TINY | {
+    "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 2, "num_experts_per_tok": 1,
 }  # fmt: skip
 
 
@@ -217,6 +223,31 @@ def test_the_program_that_decode_writes_gives_the_tokens_of_dense(ndtp, config, 
     ids = torch.randint(64, (3, 8))
     tokens = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
     assert ndtp_run(_run, 2, (text,)) == [tokens.tolist()] * 2
+
+
+def test_a_program_takes_the_weights_of_its_model_or_none(ndtp, config, tmp_path):
+    """What files have by other names is read by transformers; where they lack something, nothing is drawn instead."""
+    file, weights = tmp_path / "serve.py", tmp_path / "model.safetensors"
+    for sizes in (TINY, MIXTRAL):
+        path = config(sizes)
+        words = ("--ranks", "2", "--hardware", "cpu", "--dtype", "fp32", "--emit", str(file))
+        assert ndtp("plan", "--decode", "--model", path, *words)[0] == 0
+        names = {"__name__": "emitted"}
+        exec(compile(file.read_text(), "emitted", "exec"), names)
+        saved = _saved(path).state_dict()
+        names["fill"](model := names["dense"]())
+        torch.testing.assert_close(model.state_dict(), saved)
+        whole, key = weights.read_bytes(), "model.layers.0.self_attn.q_proj.weight"
+        stored = safetensors.torch.load(whole)
+        without = {name: x for name, x in stored.items() if name != key}
+        for content, says in (
+            (safetensors.torch.save(without), "is not in it|is no key of the model"),
+            (safetensors.torch.save(without | {key: torch.zeros(8, 4)}), "that of the model|is no key of the model"),
+            (whole[:-64], "model.safetensors"),
+        ):
+            weights.write_bytes(content)
+            with pytest.raises(CheckpointError, match=says):
+                names["fill"](names["dense"]())
 
 
 def _saved(path):

@@ -19,6 +19,23 @@ def start():
 """
 
 FILL = '''\
+def read_by_transformers(folder, error):
+    """Return the weights of the whole model: files may have them by other names, such as those of experts.
+
+    Raises:
+        ndtp.CheckpointError: the error given, where transformers cannot read them, or would draw some at random.
+    """
+    try:
+        kind = AutoModelForCausalLM
+        whole, found = kind.from_pretrained(folder, dtype=torch.{dtype}, output_loading_info=True)
+    except Exception:
+        raise error from None
+    if found["missing_keys"] or found["mismatched_keys"]:
+        raise error
+    print(f"{{error}}: transformers reads the whole")
+    return whole.state_dict()
+
+
 def fill(model):
     """Read the weights that lie beside the config; where there are none, draw some, the same on every grid."""
     folder = Path(CONFIG).parent
@@ -28,9 +45,8 @@ def fill(model):
     try:
         return ndtp.checkpoint.load_safetensors(model, folder)  # each rank reads its part
     except ndtp.CheckpointError as error:
-        print(f"{{error}}: transformers reads the whole")  # weights that it stores by other names, such as experts
+        whole = read_by_transformers(folder, error)
     ndtp.checkpoint.initialize(model, seed=0)
-    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.{dtype}).state_dict()
     for part in [stage.model for stage in model] if isinstance(model, list) else [model]:
         part.load_state_dict({{key: whole[key] for key in part.state_dict()}})
 '''
