@@ -35,7 +35,7 @@ from ndtp.cli.common import (
     writing,
 )
 from ndtp.cli.progress import Runner
-from ndtp.cli.train_checks import check_files, keep_for_export, packed_tokens
+from ndtp.cli.train_checks import check_files, check_sizes, keep_for_export, packed_tokens
 from ndtp.cli.train_log import LOG, live_table
 from ndtp.cli.train_model import config_file
 from ndtp.errors import LayoutError
@@ -138,10 +138,13 @@ def train(
     """
     from ndtp.cli.job import ByteModelSizes, Job
     from ndtp.cli.resuming import chosen_grid
+    from ndtp.cli.training import has_checkpoint
     from ndtp.cli.training import train as train_on_ranks
     from ndtp.testing import RankError
 
     out, model = console(json_file), config_file(model)
+    if model is None:
+        check_sizes(width, heads)
     axes = axis_sizes(grid, "--grid") if grid else {}
     there = world_size() or ranks
     if resume == "auto" and there not in (None, math.prod(axes.values()) * stages):
@@ -179,12 +182,12 @@ def train(
     if without := [folder for folder in compare or () if not (folder / LOG).is_file()]:
         raise typer.BadParameter(f"{without[0]} has no {LOG}, as the output of a run has", param_hint="--compare")
     tokens = packed_tokens(data, text, tokenizer, vocabulary, field, context, output)
-    if is_first_rank():
-        keep_for_export(model, tokenizer, output)
     if hardware:
         from ndtp.planner.hardware import Hardware
 
         Hardware.load(hardware).peak(dtype)  # raises where it is not known
+    if is_first_rank() and not has_checkpoint(output):
+        keep_for_export(model, tokenizer, output)
     with tempfile.TemporaryDirectory(prefix="ndtp-train-") as folder, marking(Path(folder) / "stop") as stop_file:
         job = Job(
             output=output.resolve(), stop_file=stop_file,
@@ -221,6 +224,8 @@ def train(
     if done.error:
         fix = "the sizes, seed and data that the run in this folder began with, and its files; or another --output"
         raise typer.BadParameter(f"{done.error}; fix: {fix}", param_hint="--output")
+    if is_first_rank():
+        keep_for_export(model, tokenizer, output)  # of a run that goes on: what it has is not another model's
     _finish(out, job, name, done, compare or [])
     write_json(json_file, _summary(job, done))
     if done.stopped:

@@ -14,6 +14,23 @@ from ndtp.planner.fields import reason, unwritable
 BYTES = 256  # the vocabulary of the byte-level model
 
 
+def check_sizes(width: int, heads: int) -> None:
+    """Check that the byte-level model has heads of so many features that their positions turn them in pairs.
+
+    Raises:
+        typer.BadParameter: the heads do not share the width, or each has an odd number of features.
+    """
+    pair = 2 * heads
+    if width % pair:
+        near = sorted({width // pair * pair, (width // pair + 1) * pair} - {0})
+        fewer = max((each for each in range(1, heads) if width % (2 * each) == 0), default=0)
+        raise typer.BadParameter(
+            f"{heads} heads do not share --width {width} in pairs of features, which rotary positions turn; "
+            f"fix: --width {' or '.join(map(str, near))}" + f", or --heads {fewer}" * bool(fewer),
+            param_hint="--heads",
+        )
+
+
 def packed_tokens(
     data: Sequence[Path] | None, text: Path | None, tokenizer: Path | None, vocabulary: int | None, field: str,
     context: int, output: Path,
