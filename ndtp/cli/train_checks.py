@@ -8,6 +8,7 @@ from pathlib import Path
 import typer
 
 from ndtp.cli.common import is_first_rank, writing
+from ndtp.cli.compressed import compressed_by
 from ndtp.cli.train_log import LOG
 from ndtp.planner.fields import reason, unwritable
 
@@ -141,6 +142,11 @@ def _largest_byte(text: Path, context: int) -> int:
         content = text.read_bytes()
     except (OSError, ValueError) as error:
         raise typer.BadParameter(f"{text} cannot be read: {reason(error)}", param_hint="FILE") from None
+    if program := compressed_by(content):
+        raise typer.BadParameter(
+            f"{text} is compressed by {program}, and its bytes are no text; fix: unpack it, and name what is in it",
+            param_hint="FILE",
+        )
     if len(content) < least_bytes(context):
         raise typer.BadParameter(
             f"{text} has {len(content)} bytes; sequences of {context} take {least_bytes(context)} at least",
