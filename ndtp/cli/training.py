@@ -205,7 +205,7 @@ class Model:
 
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(job.config)).to(device, dtype)
         if mesh is not None:
-            model = parallelize(model, mesh, scheme=job.scheme)
+            model = parallelize(model, mesh, scheme=job.scheme, chunks=job.chunks)
             data = tuple(axis for axis in mesh.grid if axis not in TENSOR_AXES)
             self.rows = Layout(mesh.grid, data)
         self.module = model

@@ -86,6 +86,37 @@ def test_decoding(ndtp, config):
 
 
 @pytest.mark.parametrize(
+    "words, option, where",
+    [
+        (("--hidden", "8", "--ffn", "8", "--shared", "512"), "--shared", "without --experts"),
+        (("--hidden", "8", "--ffn", "8", "--top-k", "2"), "--top-k", "without --experts"),
+        (("--hidden", "8", "--ffn", "8", "--recompute", "full"), "--recompute", "without --model"),
+        (("--hidden", "8", "--ffn", "8", "--software", "ndtp"), "--software", "without --model"),
+        (("--hidden", "8", "--ffn", "8", "--sequence", "64"), "--sequence", "without --model"),
+        (("--model", "--top-k", "2"), "--top-k", "with --model"),
+        (("--model", "--no-pad"), "--no-pad", "on the step of a whole model"),
+        (("--model", "--chunks", "2"), "--chunks", "on the step of a whole model"),
+        (("--model", "--eager"), "--eager", "on the step of a whole model"),
+        (
+            ("--model", "--objective", "volume", "--recompute", "full"),
+            "--recompute",
+            "on a model that is planned block by",
+        ),
+        (("--model", "--objective", "volume", "--sequence", "8"), "--sequence", "on a model that is planned block"),
+        (("--model", "--decode", "--wire", "fp8"), "--wire", "with --decode"),
+        (("--model", "--decode", "--optimizer", "sgd"), "--optimizer", "with --decode"),
+        (("--model", "--decode", "--no-pad"), "--no-pad", "with --decode"),
+        (("--model", "--decode", "--software", "megatron"), "--software", "with --decode"),
+    ],
+)
+def test_an_option_without_effect_is_refused(ndtp, config, words, option, where):
+    words = [part for word in words for part in ([word, config(TINY)] if word == "--model" else [word])]
+    tokens = () if "--decode" in words else ("--tokens", "64")
+    code, _, said = ndtp("plan", "--ranks", "2", *tokens, *words)
+    assert code == 2 and f"Invalid value for {option}: it has no effect {where}" in said, said
+
+
+@pytest.mark.parametrize(
     "extra, says",
     [
         ({}, "in BertLMHeadModel each token sees the tokens behind it"),
@@ -209,6 +240,7 @@ def test_the_program_that_it_writes_runs(ndtp, config, tmp_path, fixed, ranks, m
     losses = [each for each in ndtp_run(_run, ranks, (file.read_text(),)) if each[0] is not None]
     assert losses and all(abs(loss[0] - math.log(64)) < 0.5 for loss in losses)
     assert f"--nproc-per-node {1}" in file.read_text()
+    assert f"torchrun --nproc-per-node {ranks} FILE  # with all ranks on one machine" in file.read_text()
 
 
 def test_the_program_that_decode_writes_gives_the_tokens_of_dense(ndtp, config, tmp_path):

@@ -19,11 +19,13 @@ from ndtp.cli.app import app
 from ndtp.cli.train import marking
 from ndtp.cli.train_log import COLUMNS, LOG, Log, read_log
 
-SMALL = ("--batch", 8, "--context", 16, "--layers", 1, "--width", 32, "--heads", 4, "--dtype", "float64")
+SIZES = ("--layers", 1, "--width", 32, "--heads", 4)  # of the byte-level model
+SMALL = ("--batch", 8, "--context", 16, "--dtype", "float64", *SIZES)
 
 
 def train(*arguments):
-    return CliRunner().invoke(app, ["train", *map(str, (*SMALL, *arguments))])
+    small = SMALL[: -len(SIZES)] if "--model" in arguments else SMALL
+    return CliRunner().invoke(app, ["train", *map(str, (*small, *arguments))])
 
 
 def losses(folder):
@@ -62,6 +64,7 @@ def test_a_run_goes_on_on_another_grid(tmp_path):
     result = train("--output", dense, "--steps", 9, "--json", "-", "--hardware", "cpu", *board)
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
+    assert report["grid"] == {} and report["scheme"] is None
     assert report["ok"] and report["step"] == 9 and report["losses"] == pytest.approx(losses(dense))
     assert 0 < report["held_out_loss"] < 10
     assert {row["exposed_communication"] for row in read_log(dense / LOG)} == {""}, "a dense run has none"
@@ -167,6 +170,10 @@ def test_under_torchrun(ranks, tmp_path):
         (("--learning-rate", "nan"), "it must be"),
         (("--tensorboard",), "pip install tensorboard"),
         (("--compare", "nowhere"), "nowhere has no log.csv"),
+        (("--model", "no file", "--width", 16), "Invalid value for --width: it has no effect with --model, which has"),
+        (("--field", "body"), "Invalid value for --field: it has no effect without --data; fix: leave it out"),
+        (("--scheme", "3d"), "Invalid value for --scheme: it has no effect without --grid"),
+        (("--chunks", 2), "Invalid value for --chunks: it has no effect without --grid"),
         (("--width", 16, "--heads", 3), "3 heads do not share --width 16 in pairs of features, which rotary positions"),
         (("--width", 12, "--heads", 4, "--grid", "x=2"), "turn; fix: --width 8 or 16, or --heads 3"),
         (("--width", 7), "fix: --width 8"),

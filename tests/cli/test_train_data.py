@@ -5,6 +5,7 @@ import gzip
 import json
 import lzma
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,10 +13,12 @@ import torch
 from test_train import losses, train
 from typer.testing import CliRunner
 
+from ndtp import Grid
 from ndtp.cli.app import app
 from ndtp.cli.job import Job
 from ndtp.cli.train_data import DataError, PackedBatches, documents, files_of, tokenised
 from ndtp.cli.train_log import COLUMNS, LOG, live_table
+from ndtp.cli.training import Model
 from ndtp.errors import CheckpointError
 from ndtp.models.byte_model import ByteModelSizes
 
@@ -112,6 +115,17 @@ def test_what_is_compressed_is_not_learned(tmp_path, program, pack):
     ):
         result = train(*words, "--output", tmp_path / "out")
         assert result.exit_code == 2 and says in result.stderr, result.output
+
+
+def test_chunks_reach_a_model_of_transformers(tmp_path, monkeypatch):
+    transformers, given = pytest.importorskip("transformers"), {}
+    mesh = SimpleNamespace(device_type="cpu", rank=0, grid=Grid(x=1))
+    monkeypatch.setattr("ndtp.cli.training.ProcessGrid", lambda *_, **__: mesh)
+    monkeypatch.setattr("ndtp.cli.training.parallelize", lambda model, _, **options: given.update(options) or model)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    transformers.LlamaConfig(vocab_size=256, **sizes).save_pretrained(tmp_path)
+    Model(job(tmp_path, config=tmp_path / "config.json", grid={"x": 1}, chunks=3))
+    assert given == {"scheme": "3d", "chunks": 3}
 
 
 def test_tables_of_datasets(tmp_path, monkeypatch):

@@ -53,7 +53,7 @@ def fill(model):
 
 HEAD = '''"""{title}
 
-    torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-backend c10d --rdzv-endpoint HOST:29500 FILE
+{torchrun}
 """
 
 import os
@@ -163,7 +163,6 @@ def program(choice: SplitChoice, config: str, sees: bool = False) -> str:
         sees: whether a part of the model reads other things than text: no stage of a pipeline would have it here.
     """
     s, question = choice.splits, choice.question
-    per_node = min(question.ranks, question.hardware.ranks_per_node)
     sizes = sizes_of(choice) | {"z": rows_axis(choice)}
     axes = [axis for axis in choice.order if axis not in ("pp", "cp") and sizes[axis] > 1] or ["x"]
     grid = ", ".join(f"{axis}={sizes[axis]}" for axis in axes)
@@ -180,8 +179,9 @@ def program(choice: SplitChoice, config: str, sees: bool = False) -> str:
     parameters = "model.parameters()" if s.pp == 1 else "parameters"
     optimizer = OPTIMIZERS[question.optimizer].format(parameters)
     head = HEAD.format(
-        title=f"{question.model.name} on {question.ranks} ranks: {s}.", nodes=max(1, question.ranks // per_node),
-        start=START, per_node=per_node, config=config, sequences=int(s.micro * s.z), length=question.model.sequence,
+        title=f"{question.model.name} on {question.ranks} ranks: {s}.",
+        torchrun=torchrun(question.ranks, question.hardware.ranks_per_node), start=START, config=config,
+        sequences=int(s.micro * s.z), length=question.model.sequence,
         micro_batches=choice.micro_batches, vocabulary=question.model.vocabulary, dtype=dtype, checkpoint=again,
         part=part, fill=FILL.format(dtype=dtype),
     )  # fmt: skip
@@ -194,6 +194,17 @@ def program(choice: SplitChoice, config: str, sees: bool = False) -> str:
         first="stages" if turns > 1 else "stages[0]", optimizer=optimizer,
         options=options + (f", groups={int(s.pp)}" if turns > 1 else ""),
     )  # fmt: skip
+
+
+def torchrun(ranks: int, ranks_per_node: int) -> str:
+    """Return the line that starts a program; of hardware with a rank a node, the line for one machine as well."""
+    per_node = min(ranks, ranks_per_node)
+    nodes = max(1, ranks // per_node)
+    line = (
+        f"    torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-backend c10d --rdzv-endpoint HOST:29500 FILE"
+    )
+    here = f"\n    torchrun --nproc-per-node {ranks} FILE  # with all ranks on one machine"
+    return line + here * (per_node == 1 < nodes)
 
 
 def scheme_of_axes(x: int, y: int, z: int) -> str:
