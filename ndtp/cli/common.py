@@ -85,6 +85,18 @@ def at_least(least: int) -> Callable[[Any], Any]:
     return check
 
 
+def refuse_given(given: typer.Context, names: Sequence[str], where: str) -> None:
+    """Refuse options that the command line gives, and that change nothing `where` it is.
+
+    Raises:
+        typer.BadParameter: names the first of them.
+    """
+    for option in given.command.params:
+        source = given.get_parameter_source(str(option.name))
+        if option.name in names and source is not None and source.name == "COMMANDLINE":
+            raise typer.BadParameter(f"it has no effect {where}; fix: leave it out", param_hint=option.opts[0])
+
+
 COUNT = must_be(Number(1, MAX_COUNT, integer=True))
 COUNT_OR_NONE = must_be(Number(0, MAX_COUNT, integer=True))
 SIZE = must_be(Number(1, MAX_SIZE, integer=True))

@@ -257,5 +257,5 @@ KINDS = [
 SILENT = [
     Disagreement("nothing", ""),
     Disagreement("other rows along dp", "", along_dp=True),
-    Disagreement("numbers drawn, no dropout", "", {"call": lambda _: torch.rand(1)}),
+    Disagreement("numbers drawn without dropout", "", {"call": lambda _: torch.rand(1)}),
 ]

@@ -18,6 +18,7 @@ from ndtp.cli.common import (
     axis_sizes,
     console,
     print_table,
+    refuse_given,
     writable,
     write_json,
     writing,
@@ -33,9 +34,13 @@ if TYPE_CHECKING:
 
 
 SOME = at_least(1)
+# Options that the step of a whole model alone has, and those that it does not have.
+OF_STEPS, OF_BLOCKS = ("software", "recompute"), ("no_pad", "chunks", "eager")
+OF_EXPERTS = ("top_k", "shared")
 
 
 def plan(
+    given: typer.Context,
     ranks: Annotated[int, typer.Option(callback=SOME, help="Number of ranks (devices) of the job.")],
     tokens: Annotated[
         int | None,
@@ -134,6 +139,14 @@ def plan(
         raise GridError("plan: give --hidden and --ffn, or --model with the path of a config.json")
     if model is not None and (hidden is not None or ffn is not None or gated or experts is not None):
         raise GridError("plan: --model gives --hidden, --ffn, --gated and --experts; leave them out")
+    if model is None:
+        refuse_given(given, ("sequence", *OF_STEPS), "without --model")
+        if experts is None:
+            refuse_given(given, OF_EXPERTS, "without --experts")
+    else:
+        refuse_given(given, OF_EXPERTS, "with --model, which has its own")
+    if decode:
+        refuse_given(given, (*OF_STEPS, *OF_BLOCKS, "optimizer", "wire"), "with --decode")
     sizes = None if model is None else model_at(model, layers)
     out = console(json_file)
     if sizes is not None and model is not None and objective == "time":
@@ -150,6 +163,7 @@ def plan(
             )
             return
         if (question := question_of(asked, sizes)) is not None:
+            refuse_given(given, OF_BLOCKS, "on the step of a whole model")
             say_model(out, sizes)
             chosen = answer(out, question, asked, top, emit, plot)
             write_json(json_file, result(chosen) | {"model": model_as_dict(sizes)})
@@ -161,6 +175,10 @@ def plan(
             "plan: --emit writes a program for a --model of one stack of like layers between an embedding and a head, "
             f"and --objective time{why}; fix: leave out --emit, and take the grid"
         )
+    if model is not None:
+        refuse_given(given, OF_STEPS, "on a model that is planned block by block")
+    if model is not None and tokens is not None:
+        refuse_given(given, ("batch", "sequence"), "on a model that is planned block by block, with --tokens")
     if tokens is None and model is not None:
         tokens = tokens_of(model, batch, sequence)
     if tokens is None:

@@ -1,16 +1,22 @@
-"""`ndtp train --resume auto`: the grid of a run that goes on with other ranks than it began with."""
+"""A run of `ndtp train` that goes on: what of it stays as it began, and the grid of `--resume auto`."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ndtp.errors import GridError
+from ndtp.cli.train_data import changes
+from ndtp.cli.train_model import same_model
+from ndtp.errors import CheckpointError, GridError
 
 if TYPE_CHECKING:
+    from ndtp.cli.job import Job
     from ndtp.planner.grid_plan import GridPlan
 
 
@@ -59,3 +65,31 @@ def _plans(ranks: int, tokens: int, sizes: tuple[int, int, int], config: Path | 
         with suppress(GridError):  # none divides
             found += search(Request(blocks, ranks, Hardware.load("h100-ib"), layers=layers, pad=pad))
     return found
+
+
+def begun_with(job: Job) -> dict[str, Any]:
+    """Return what of a run stays from its first step to its last: its model, the dtype of that, and its seed.
+
+    Tensors tell nothing of the number of heads, of a base of wavelengths or of an activation.  What steps to come may
+    have otherwise is not in it: the grid, the batch, the rate of learning.
+    """
+    model = asdict(job.sizes) if job.config is None else {"config": json.loads(job.config.read_bytes())}
+    return {"seed": job.seed, "dtype": job.dtype, **model}
+
+
+def check_begun(state: Mapping[str, Any], job: Job) -> None:
+    """Check that a job is that of a checkpoint's run.
+
+    Args:
+        state: the checkpoint's; those of older versions do not tell.
+
+    Raises:
+        CheckpointError: it is another one; names what is other.
+    """
+    before, now = dict(state.get("run", {})), begun_with(job)
+    now = {key: value for key, value in now.items() if key in before}
+    if "config" in now:
+        of_before, of_now = same_model(before["config"], now.pop("config"))
+        before, now = before | of_before, now | of_now
+    if other := changes(before, now):
+        raise CheckpointError(f"{job.output}: the run has begun with {other}")

@@ -68,7 +68,8 @@ class StagedModel:
 
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(job.config)).to(dtype)
             each = job.batch // job.micro_batches
-            (self.stage,) = pipeline_stages(model, grids, each, job.context + 1, scheme=job.scheme, wire=job.wire)
+            options: dict[str, Any] = {"scheme": job.scheme, "chunks": job.chunks, "wire": job.wire}
+            (self.stage,) = pipeline_stages(model, grids, each, job.context + 1, **options)
             loss = self.stage.loss
         self.pipeline, self.rank, self.mesh = self.stage.pipeline, dist.get_rank(), self.stage.mesh
         self.schedule = Schedule1F1B(self.stage, n_microbatches=job.micro_batches, loss_fn=loss)

@@ -21,7 +21,6 @@ from ndtp.cli.common import (
     COUNT,
     COUNT_OR_NONE,
     JsonOption,
-    RanksOption,
     WireOption,
     axis_sizes,
     console,
@@ -30,12 +29,13 @@ from ndtp.cli.common import (
     must_be,
     num_ranks,
     one_of,
+    refuse_given,
     world_size,
     write_json,
     writing,
 )
 from ndtp.cli.progress import Runner
-from ndtp.cli.train_checks import check_files, keep_for_export, packed_tokens
+from ndtp.cli.train_checks import check_files, check_sizes, keep_for_export, packed_tokens
 from ndtp.cli.train_log import LOG, live_table
 from ndtp.cli.train_model import config_file
 from ndtp.errors import LayoutError
@@ -51,6 +51,7 @@ SIZE = must_be(Number(1, 2**20, integer=True))
 
 
 def train(
+    given: typer.Context,
     text: Annotated[
         Path | None, typer.Argument(metavar="FILE", help="What to learn. Default: the help topics of Python's library.")
     ] = None,
@@ -116,7 +117,10 @@ def train(
     compare: Annotated[
         list[Path] | None, typer.Option(metavar="DIR", help="Outputs of other runs, for the picture; repeat it.")
     ] = None,
-    ranks: RanksOption = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", callback=COUNT, help="Local ranks; torchrun's are joined. Default: the grid's."),
+    ] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Train a language model on a text, on any grid, and go on on any other.
@@ -138,10 +142,22 @@ def train(
     """
     from ndtp.cli.job import ByteModelSizes, Job
     from ndtp.cli.resuming import chosen_grid
+    from ndtp.cli.training import has_checkpoint
     from ndtp.cli.training import train as train_on_ranks
     from ndtp.testing import RankError
 
     out, model = console(json_file), config_file(model)
+    number_of_chunks = _chunks(chunks)
+    if model is None:
+        check_sizes(width, heads)
+    else:
+        refuse_given(given, ("layers", "width", "heads"), "with --model, which has its own")
+    if not data:
+        refuse_given(given, ("field",), "without --data")
+    if not grid and stages == 1 and resume == "same":
+        refuse_given(given, ("scheme", "chunks"), "without --grid")
+    if world_size() is not None:
+        refuse_given(given, ("restarts",), "under torchrun, whose own is --max-restarts")
     axes = axis_sizes(grid, "--grid") if grid else {}
     there = world_size() or ranks
     if resume == "auto" and there not in (None, math.prod(axes.values()) * stages):
@@ -179,19 +195,19 @@ def train(
     if without := [folder for folder in compare or () if not (folder / LOG).is_file()]:
         raise typer.BadParameter(f"{without[0]} has no {LOG}, as the output of a run has", param_hint="--compare")
     tokens = packed_tokens(data, text, tokenizer, vocabulary, field, context, output)
-    if is_first_rank():
-        keep_for_export(model, tokenizer, output)
     if hardware:
         from ndtp.planner.hardware import Hardware
 
         Hardware.load(hardware).peak(dtype)  # raises where it is not known
+    if is_first_rank() and not has_checkpoint(output):
+        keep_for_export(model, tokenizer, output)
     with tempfile.TemporaryDirectory(prefix="ndtp-train-") as folder, marking(Path(folder) / "stop") as stop_file:
         job = Job(
             output=output.resolve(), stop_file=stop_file,
             text=text and text.resolve(), config=model and model.resolve(),
             sizes=ByteModelSizes(width, 4 * width, layers, heads), grid=axes,
             scheme=scheme, steps=steps, batch=batch, context=context,
-            learning_rate=learning_rate, clip=clip, seed=seed, save_every=save_every, chunks=_chunks(chunks),
+            learning_rate=learning_rate, clip=clip, seed=seed, save_every=save_every, chunks=number_of_chunks,
             dtype=dtype, tensorboard=tensorboard, stages=stages, micro_batches=micro_batches,
             tokens=tokens, tokenizer=tokenizer and tokenizer.resolve(), hardware=hardware, sample=sample, prompt=prompt,
             wire=Wire.of(wire),
@@ -221,6 +237,8 @@ def train(
     if done.error:
         fix = "the sizes, seed and data that the run in this folder began with, and its files; or another --output"
         raise typer.BadParameter(f"{done.error}; fix: {fix}", param_hint="--output")
+    if is_first_rank():
+        keep_for_export(model, tokenizer, output)  # of a run that goes on: what it has is not another model's
     _finish(out, job, name, done, compare or [])
     write_json(json_file, _summary(job, done))
     if done.stopped:
@@ -231,7 +249,7 @@ def _summary(job: Job, done: Trained) -> dict[str, Any]:
     return {
         "ok": not done.stopped,
         "grid": dict(job.grid),
-        "scheme": job.scheme,
+        "scheme": job.scheme if job.grid else None,  # of a dense run, tensors lie in no way
         "stages": job.stages,
         "first_step": done.first,
         "step": done.step,

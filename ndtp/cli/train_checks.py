@@ -8,10 +8,28 @@ from pathlib import Path
 import typer
 
 from ndtp.cli.common import is_first_rank, writing
+from ndtp.cli.compressed import compressed_by
 from ndtp.cli.train_log import LOG
 from ndtp.planner.fields import reason, unwritable
 
 BYTES = 256  # the vocabulary of the byte-level model
+
+
+def check_sizes(width: int, heads: int) -> None:
+    """Check that the byte-level model has heads of so many features that their positions turn them in pairs.
+
+    Raises:
+        typer.BadParameter: the heads do not share the width, or each has an odd number of features.
+    """
+    pair = 2 * heads
+    if width % pair:
+        near = sorted({width // pair * pair, (width // pair + 1) * pair} - {0})
+        fewer = max((each for each in range(1, heads) if width % (2 * each) == 0), default=0)
+        raise typer.BadParameter(
+            f"{heads} heads do not share --width {width} in pairs of features, which rotary positions turn; "
+            f"fix: --width {' or '.join(map(str, near))}" + f", or --heads {fewer}" * bool(fewer),
+            param_hint="--heads",
+        )
 
 
 def packed_tokens(
@@ -124,6 +142,11 @@ def _largest_byte(text: Path, context: int) -> int:
         content = text.read_bytes()
     except (OSError, ValueError) as error:
         raise typer.BadParameter(f"{text} cannot be read: {reason(error)}", param_hint="FILE") from None
+    if program := compressed_by(content):
+        raise typer.BadParameter(
+            f"{text} is compressed by {program}, and its bytes are no text; fix: unpack it, and name what is in it",
+            param_hint="FILE",
+        )
     if len(content) < least_bytes(context):
         raise typer.BadParameter(
             f"{text} has {len(content)} bytes; sequences of {context} take {least_bytes(context)} at least",

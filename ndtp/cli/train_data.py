@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ndtp.cli.compressed import compressed_by, is_left_out
 from ndtp.errors import CheckpointError
 from ndtp.planner.fields import Number, reason, shown
 
@@ -61,9 +62,12 @@ def _files_of(paths: Sequence[Path]) -> list[Path]:
         if not path.is_dir():
             raise DataError(f"{path} is not there")
         root = path / "train" if (path / "dataset_dict.json").exists() and (path / "train").is_dir() else path
-        inside = sorted(each for each in root.rglob("*") if each.is_file() and each.suffix in KNOWN)
+        every = sorted(each for each in root.rglob("*") if each.is_file())
+        inside = [each for each in every if each.suffix in KNOWN]
         # save_to_disk writes state.json and dataset_info.json beside the tables.
         tables = [each for each in inside if each.suffix in TABLES and not each.name.startswith("cache-")]
+        if not tables and (packed := next((each for each in every if is_left_out(each, KNOWN)), None)):
+            raise DataError(f"{packed} is compressed, and would be left out; fix: unpack it, or name the files to read")
         inside = tables or [each for each in inside if each.suffix != ".json"] or inside
         if not inside:
             raise DataError(
@@ -77,14 +81,17 @@ def documents(path: Path, field: str) -> Iterator[str | Sequence[int]]:
     """The texts of a file, or the tokens of records that have `input_ids`.
 
     Raises:
-        DataError: a file that is no text, no JSON or no table, a record without the field or with another value than
-            a text or tokens, or pyarrow is missing.
+        DataError: a file that is compressed, or no text, no JSON or no table, a record without the field or with
+            another value than a text or tokens, or pyarrow is missing.
     """
     if path.suffix in TABLES:
         for number, record in enumerate(_table_records(path), 1):
             yield _document(record, field, f"{path}, row {number}")
         return
     try:
+        with path.open("rb") as begin:
+            if program := compressed_by(begin.read(16)):
+                raise DataError(f"{path} is compressed by {program}; fix: unpack it, and name what is in it")
         if path.suffix not in RECORDS:
             yield path.read_text(encoding="utf-8", errors="replace")
             return

@@ -14,6 +14,11 @@ from ndtp.planner.fields import reason, shown
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+OF_NO_STEP = (
+    "transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache", "bos_token_id",
+    "eos_token_id",
+)  # fmt: skip
+
 
 def config_file(path: Path | None) -> Path | None:
     """Return the config.json that a path names, by itself or by its folder.
@@ -65,6 +70,20 @@ def check_model(path: Path, context: int, sample: int, start: Sequence[int]) -> 
                 param_hint="--sample",
             )  # fmt: skip
     return getattr(text_config(config), "vocab_size", None)
+
+
+def same_model(before: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what two configs tell of their models, with the defaults of the transformers at hand, where it is other.
+
+    Fields that change no step are left out: names of files, versions, and what is for making text.
+    """
+    from transformers import CONFIG_MAPPING
+
+    kind = now["model_type"]
+    if before.get("model_type") == kind and kind in CONFIG_MAPPING:
+        before, now = (CONFIG_MAPPING[kind].from_dict(each).to_dict() for each in (before, now))
+    names = [name for name in {**before, **now} if name not in OF_NO_STEP and before.get(name) != now.get(name)]
+    return {name: before.get(name) for name in names}, {name: now.get(name) for name in names}
 
 
 def _class_and_config(path: Path) -> tuple[type, Any]:

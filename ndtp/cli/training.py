@@ -21,6 +21,7 @@ from ndtp.algebra.schemes import TENSOR_AXES
 from ndtp.checkpoints.training_state import Saving, load, start_save
 from ndtp.cli.demo_training import text as help_topics
 from ndtp.cli.job import Job
+from ndtp.cli.resuming import begun_with, check_begun
 from ndtp.cli.train_data import PackedBatches, changes
 from ndtp.cli.train_log import Log, StepMeter, memory_mib
 from ndtp.collectives.labels import Label
@@ -68,6 +69,10 @@ def _heeding(stop_file: Path) -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
+def has_checkpoint(output: Path) -> bool:
+    return any((output / name).exists() for name in (CHECKPOINT, f"{CHECKPOINT}.before"))
+
+
 def train(counter: Counter, job: Job) -> Trained:
     """Go on from the checkpoint in the output folder, if there is one; stop at the end, on Ctrl-C or SIGTERM."""
     with _heeding(job.stop_file):
@@ -85,11 +90,9 @@ def _train(counter: Counter, job: Job) -> Trained:
     optimizer = torch.optim.AdamW(model.module.parameters(), lr=job.learning_rate)
     done = Trained()
     batches: Any = Batches(job) if job.tokens is None else PackedBatches(job)
-    if (job.output / CHECKPOINT).exists() or (job.output / f"{CHECKPOINT}.before").exists():
+    if has_checkpoint(job.output):
         try:
-            state = model.load(optimizer, job.output / CHECKPOINT)
-            batches.resume(state)
-            done.first = done.step = state["step"]
+            done.first = done.step = _resume(model, optimizer, batches, job)
         except CheckpointError as error:
             done.error = str(error)
             return done
@@ -119,7 +122,8 @@ def _train(counter: Counter, job: Job) -> Trained:
             saving.wait()
             saving = None
         if is_due:
-            saving = model.save(optimizer, job.output / CHECKPOINT, {"step": done.step, **batches.state(done.step)})
+            state = {"step": done.step, "run": begun_with(job), **batches.state(done.step)}
+            saving = model.save(optimizer, job.output / CHECKPOINT, state)
             saved = done.step
     if saving is not None:
         saving.wait()
@@ -133,6 +137,18 @@ def _train(counter: Counter, job: Job) -> Trained:
     if log is not None:
         log.close()
     return done
+
+
+def _resume(model: Any, optimizer: torch.optim.Optimizer, batches: Any, job: Job) -> int:
+    """Take what the checkpoint in the output folder has; return the number of steps done.
+
+    Raises:
+        CheckpointError: it is damaged, or of another model, run or data.
+    """
+    state = model.load(optimizer, job.output / CHECKPOINT)
+    check_begun(state, job)
+    batches.resume(state)
+    return int(state["step"])
 
 
 def eager_step(model: Any, optimizer: torch.optim.Optimizer, job: Job) -> Callable[[Tensor], tuple[float, float]]:
@@ -189,7 +205,7 @@ class Model:
 
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(job.config)).to(device, dtype)
         if mesh is not None:
-            model = parallelize(model, mesh, scheme=job.scheme)
+            model = parallelize(model, mesh, scheme=job.scheme, chunks=job.chunks)
             data = tuple(axis for axis in mesh.grid if axis not in TENSOR_AXES)
             self.rows = Layout(mesh.grid, data)
         self.module = model

@@ -21,6 +21,7 @@ from ndtp.nn.attention_dense import (
     DenseAttention,
     KVCache,
     Positions,
+    dim_of_head,
     dropped_at,
     norm_options,
     positions_of,
@@ -116,9 +117,7 @@ class Attention(BlockModule):
         mesh = given_mesh(mesh, name, wire=wire)
         layouts = layouts or block_layouts(mesh.grid, scheme, axes)
         self.hidden, self.heads, self.kv_heads = hidden, heads, kv_heads or heads
-        if head_dim is None and hidden % heads:
-            raise LayoutError(f"Attention '{name}': {heads} does not divide {hidden} features\n  fix: give head_dim")
-        self.head_dim = head_dim or hidden // heads
+        self.head_dim = dim_of_head(head_dim, hidden, heads, positions, name)
         self.mesh, self.layouts, self.name, self.seed = mesh, layouts, name, seed
         self.positions, self.sees, self.scale, self.qk_norm = positions, Sees(causal, window), scale, qk_norm
         self.dropout, self.fused = dropout, fused_keys(fused, fused_order, heads, self.kv_heads)

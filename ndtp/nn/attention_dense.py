@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from ndtp.compute.attention import Drop, Sees, attend
+from ndtp.compute.rotary import Rotary
 from ndtp.errors import LayoutError
 from ndtp.nn.attention_dropout import AttentionDropout
 from ndtp.nn.fused_keys import fused_keys
@@ -64,6 +65,20 @@ def norm_options(kind: str | None, name: str) -> tuple[type[nn.Module], bool] | 
     return kinds[base], span == "features"
 
 
+def dim_of_head(head_dim: int | None, hidden: int, heads: int, positions: Positions | None, name: str) -> int:
+    """Return the features of a head.
+
+    Raises:
+        LayoutError: none are given and the heads do not share the hidden ones, or the positions cannot turn them.
+    """
+    if head_dim is None and hidden % heads:
+        raise LayoutError(f"Attention '{name}': {heads} does not divide {hidden} features\n  fix: give head_dim")
+    head_dim = head_dim or hidden // heads
+    if isinstance(positions, Rotary):
+        positions.check(head_dim)
+    return head_dim
+
+
 class DenseAttention(nn.Module):
     """Multi-head, grouped-query or multi-query attention on one rank; see `ndtp.nn.Attention` for the arguments.
 
@@ -98,7 +113,7 @@ class DenseAttention(nn.Module):
         if self.fused is not None:
             self.fused.watch(self)
         self.hidden, self.heads, self.kv_heads = hidden, heads, kv_heads or heads
-        self.head_dim = head_dim or hidden // heads
+        self.head_dim = dim_of_head(head_dim, hidden, heads, positions, "dense")
         self.positions, self.sees, self.scale, self.qk_norm = positions, Sees(causal, window), scale, qk_norm
         out_bias = bias if out_bias is None else out_bias
         q, kv = heads * self.head_dim, self.kv_heads * self.head_dim

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ndtp.planner.decode import DecodeChoice
-from ndtp.planner.training.program import FILL, START
+from ndtp.planner.training.program import FILL, START, torchrun
 
 PROGRAM = '''"""{title}
 
-    torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-backend c10d --rdzv-endpoint HOST:29500 FILE
+{torchrun}
 """
 
 import os
@@ -68,13 +68,14 @@ def decode_program(choice: DecodeChoice, config: str) -> str:
         config: the path of the model's `config.json`.
     """
     question = choice.question
-    per_node, length = min(question.ranks, question.hardware.ranks_per_node), question.model.sequence
+    length = question.model.sequence
     new = min(32, max(1, length // 2))  # of the tokens that the plan has in the cache
     is_fp8 = question.dtype == "float8"
     dtype = "bfloat16" if is_fp8 else question.dtype
     return PROGRAM.format(
-        title=f"{question.model.name} on {question.ranks} ranks: {choice}.", nodes=max(1, question.ranks // per_node),
-        per_node=per_node, config=config, sequences=-(-question.batch // choice.sizes.get("dp", 1)),
+        title=f"{question.model.name} on {question.ranks} ranks: {choice}.",
+        torchrun=torchrun(question.ranks, question.hardware.ranks_per_node), config=config,
+        sequences=-(-question.batch // choice.sizes.get("dp", 1)),
         vocabulary=question.model.vocabulary, start=START, fill=FILL.format(dtype=dtype), dtype=dtype,
         grid=grid_of(choice), scheme=choice.scheme, options=', recipe="fp8-rowwise"' if is_fp8 else "",
         length=max(1, length - new), new=new,

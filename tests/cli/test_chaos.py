@@ -47,6 +47,12 @@ def test_an_answer_is_right_if_all_ranks_give_it():
     assert not Answer(SILENT[0], "1d", 1, (NOTHING, named)).is_right
 
 
+def test_kinds_have_names_of_their_own():
+    """Without commas, which separate them where they are listed."""
+    names = [kind.name for kind in (*KINDS, *SILENT)]
+    assert len({*names}) == len(names) and not [name for name in names if "," in name]
+
+
 def test_axes_are_those_of_the_scheme():
     assert sizes_of("3d", 8) == {"x": 2, "y": 2, "z": 2}
     assert sizes_of("2d", 8) == {"x": 4, "y": 2} or sizes_of("2d", 8) == {"x": 2, "y": 4}

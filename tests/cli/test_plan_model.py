@@ -5,10 +5,12 @@ import math
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 
 import ndtp.testing
+from ndtp import CheckpointError
 
 TINY = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64,
@@ -18,6 +20,10 @@ TINY = {
 LARGE = TINY | {
     "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
     "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
+}  # fmt: skip
+
+MIXTRAL = TINY | {
+    "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 2, "num_experts_per_tok": 1,
 }  # fmt: skip
 
 
@@ -77,6 +83,37 @@ def test_decoding(ndtp, config):
     ):
         code, _, said = ndtp("plan", "--ranks", "8", *wrong)
         assert code == 2 and message in said, said
+
+
+@pytest.mark.parametrize(
+    "words, option, where",
+    [
+        (("--hidden", "8", "--ffn", "8", "--shared", "512"), "--shared", "without --experts"),
+        (("--hidden", "8", "--ffn", "8", "--top-k", "2"), "--top-k", "without --experts"),
+        (("--hidden", "8", "--ffn", "8", "--recompute", "full"), "--recompute", "without --model"),
+        (("--hidden", "8", "--ffn", "8", "--software", "ndtp"), "--software", "without --model"),
+        (("--hidden", "8", "--ffn", "8", "--sequence", "64"), "--sequence", "without --model"),
+        (("--model", "--top-k", "2"), "--top-k", "with --model"),
+        (("--model", "--no-pad"), "--no-pad", "on the step of a whole model"),
+        (("--model", "--chunks", "2"), "--chunks", "on the step of a whole model"),
+        (("--model", "--eager"), "--eager", "on the step of a whole model"),
+        (
+            ("--model", "--objective", "volume", "--recompute", "full"),
+            "--recompute",
+            "on a model that is planned block by",
+        ),
+        (("--model", "--objective", "volume", "--sequence", "8"), "--sequence", "on a model that is planned block"),
+        (("--model", "--decode", "--wire", "fp8"), "--wire", "with --decode"),
+        (("--model", "--decode", "--optimizer", "sgd"), "--optimizer", "with --decode"),
+        (("--model", "--decode", "--no-pad"), "--no-pad", "with --decode"),
+        (("--model", "--decode", "--software", "megatron"), "--software", "with --decode"),
+    ],
+)
+def test_an_option_without_effect_is_refused(ndtp, config, words, option, where):
+    words = [part for word in words for part in ([word, config(TINY)] if word == "--model" else [word])]
+    tokens = () if "--decode" in words else ("--tokens", "64")
+    code, _, said = ndtp("plan", "--ranks", "2", *tokens, *words)
+    assert code == 2 and f"Invalid value for {option}: it has no effect {where}" in said, said
 
 
 @pytest.mark.parametrize(
@@ -203,6 +240,7 @@ def test_the_program_that_it_writes_runs(ndtp, config, tmp_path, fixed, ranks, m
     losses = [each for each in ndtp_run(_run, ranks, (file.read_text(),)) if each[0] is not None]
     assert losses and all(abs(loss[0] - math.log(64)) < 0.5 for loss in losses)
     assert f"--nproc-per-node {1}" in file.read_text()
+    assert f"torchrun --nproc-per-node {ranks} FILE  # with all ranks on one machine" in file.read_text()
 
 
 def test_the_program_that_decode_writes_gives_the_tokens_of_dense(ndtp, config, tmp_path):
@@ -217,6 +255,31 @@ def test_the_program_that_decode_writes_gives_the_tokens_of_dense(ndtp, config, 
     ids = torch.randint(64, (3, 8))
     tokens = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
     assert ndtp_run(_run, 2, (text,)) == [tokens.tolist()] * 2
+
+
+def test_a_program_takes_the_weights_of_its_model_or_none(ndtp, config, tmp_path):
+    """What files have by other names is read by transformers; where they lack something, nothing is drawn instead."""
+    file, weights = tmp_path / "serve.py", tmp_path / "model.safetensors"
+    for sizes in (TINY, MIXTRAL):
+        path = config(sizes)
+        words = ("--ranks", "2", "--hardware", "cpu", "--dtype", "fp32", "--emit", str(file))
+        assert ndtp("plan", "--decode", "--model", path, *words)[0] == 0
+        names = {"__name__": "emitted"}
+        exec(compile(file.read_text(), "emitted", "exec"), names)
+        saved = _saved(path).state_dict()
+        names["fill"](model := names["dense"]())
+        torch.testing.assert_close(model.state_dict(), saved)
+        whole, key = weights.read_bytes(), "model.layers.0.self_attn.q_proj.weight"
+        stored = safetensors.torch.load(whole)
+        without = {name: x for name, x in stored.items() if name != key}
+        for content, says in (
+            (safetensors.torch.save(without), "is not in it|is no key of the model"),
+            (safetensors.torch.save(without | {key: torch.zeros(8, 4)}), "that of the model|is no key of the model"),
+            (whole[:-64], "model.safetensors"),
+        ):
+            weights.write_bytes(content)
+            with pytest.raises(CheckpointError, match=says):
+                names["fill"](names["dense"]())
 
 
 def _saved(path):

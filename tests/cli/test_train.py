@@ -19,11 +19,13 @@ from ndtp.cli.app import app
 from ndtp.cli.train import marking
 from ndtp.cli.train_log import COLUMNS, LOG, Log, read_log
 
-SMALL = ("--batch", 8, "--context", 16, "--layers", 1, "--width", 32, "--heads", 4, "--dtype", "float64")
+SIZES = ("--layers", 1, "--width", 32, "--heads", 4)  # of the byte-level model
+SMALL = ("--batch", 8, "--context", 16, "--dtype", "float64", *SIZES)
 
 
 def train(*arguments):
-    return CliRunner().invoke(app, ["train", *map(str, (*SMALL, *arguments))])
+    small = SMALL[: -len(SIZES)] if "--model" in arguments else SMALL
+    return CliRunner().invoke(app, ["train", *map(str, (*small, *arguments))])
 
 
 def losses(folder):
@@ -62,6 +64,7 @@ def test_a_run_goes_on_on_another_grid(tmp_path):
     result = train("--output", dense, "--steps", 9, "--json", "-", "--hardware", "cpu", *board)
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
+    assert report["grid"] == {} and report["scheme"] is None
     assert report["ok"] and report["step"] == 9 and report["losses"] == pytest.approx(losses(dense))
     assert 0 < report["held_out_loss"] < 10
     assert {row["exposed_communication"] for row in read_log(dense / LOG)} == {""}, "a dense run has none"
@@ -167,6 +170,13 @@ def test_under_torchrun(ranks, tmp_path):
         (("--learning-rate", "nan"), "it must be"),
         (("--tensorboard",), "pip install tensorboard"),
         (("--compare", "nowhere"), "nowhere has no log.csv"),
+        (("--model", "no file", "--width", 16), "Invalid value for --width: it has no effect with --model, which has"),
+        (("--field", "body"), "Invalid value for --field: it has no effect without --data; fix: leave it out"),
+        (("--scheme", "3d"), "Invalid value for --scheme: it has no effect without --grid"),
+        (("--chunks", 2), "Invalid value for --chunks: it has no effect without --grid"),
+        (("--width", 16, "--heads", 3), "3 heads do not share --width 16 in pairs of features, which rotary positions"),
+        (("--width", 12, "--heads", 4, "--grid", "x=2"), "turn; fix: --width 8 or 16, or --heads 3"),
+        (("--width", 7), "fix: --width 8"),
         (("--width", "36", "--heads", "3", "--grid", "x=2"), "3 heads are split over x=2"),
         (("--batch", 7, "--context", 15, "--grid", "dp=2"), "fix: --batch and --context whose product the axes divide"),
         (("--width", "16", "--heads", "4", "--grid", "x=3"), "fix: --width and --heads that the axes divide, or"),
@@ -194,3 +204,42 @@ def test_a_text_that_is_too_short_and_a_checkpoint_of_another_text_or_model(tmp_
     result = train("--output", tmp_path / "out", "--steps", 2, "--width", 64)
     assert result.exit_code == 2 and "has the shape (256, 32), that of the model (256, 64)" in result.stderr
     assert "fix: the sizes, seed and data that the run in this folder began with" in " ".join(result.stderr.split())
+
+
+def test_a_run_keeps_its_model_and_its_seed(tmp_path):
+    """Also where all tensors have the shapes of the other model's; what the steps to come have otherwise is taken."""
+    words = ("--output", tmp_path, "--steps")
+    assert train(*words, 1).exit_code == 0
+    for changed, says in (
+        (("--heads", 8), "the run has begun with heads 4, now 8; fix: the sizes"),
+        (("--seed", 3), "the run has begun with seed 0, now 3"),
+        (("--dtype", "float32"), "the run has begun with dtype float64, now float32"),
+    ):
+        result = train(*words, 2, *changed)
+        assert result.exit_code == 2 and says in result.stderr, result.output
+    others = ("--learning-rate", 1e-3, "--clip", 2, "--batch", 4, "--context", 8)
+    assert train(*words, 2, *others).exit_code == 0 and len(losses(tmp_path)) == 2
+
+
+def test_a_run_keeps_the_config_of_its_model(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model, run = tmp_path / "model" / "config.json", tmp_path / "run"
+    words = ("--model", model, "--output", run, "--steps")
+    transformers.LlamaConfig(vocab_size=256, num_key_value_heads=2, **sizes).save_pretrained(model.parent)
+    assert train(*words, 1).exit_code == 0
+    config, kept = json.loads(model.read_text()), (run / "config.json").read_bytes()
+    for changed, says in (
+        ({"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 4}, "num_attention_heads 2, now 4"),
+        ({"hidden_act": "relu", "rms_norm_eps": 0.1}, "begun with hidden_act silu, now relu; rms_norm_eps 1e-06, now"),
+        ({"model_type": "mistral"}, "begun with model_type llama, now mistral"),
+    ):
+        model.write_text(json.dumps(config | changed))
+        result = train(*words, 2)
+        assert result.exit_code == 2 and says in result.stderr, result.output
+        assert (run / "config.json").read_bytes() == kept, "what is exported is the model that was trained"
+    del config["hidden_act"]  # which is the default
+    model.write_text(json.dumps(config | {"use_cache": False, "transformers_version": "1"}))
+    result = train(*words, 2)
+    assert result.exit_code == 0, result.output
+    assert (run / "config.json").read_bytes() == model.read_bytes()

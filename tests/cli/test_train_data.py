@@ -1,7 +1,11 @@
 """`ndtp train --data`: what is read, packed and drawn, and a run that goes on where it was on another grid."""
 
+import bz2
+import gzip
 import json
+import lzma
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,10 +13,12 @@ import torch
 from test_train import losses, train
 from typer.testing import CliRunner
 
+from ndtp import Grid
 from ndtp.cli.app import app
 from ndtp.cli.job import Job
 from ndtp.cli.train_data import DataError, PackedBatches, documents, files_of, tokenised
 from ndtp.cli.train_log import COLUMNS, LOG, live_table
+from ndtp.cli.training import Model
 from ndtp.errors import CheckpointError
 from ndtp.models.byte_model import ByteModelSizes
 
@@ -83,6 +89,43 @@ def test_lines_that_are_no_json_are_named(tmp_path):
         (tmp_path / "a.jsonl").write_text(f'{{"text": "one"}}\n{content}\n')
         with pytest.raises(DataError, match=f"a.jsonl:2 cannot be read: .*{says}"):
             list(documents(tmp_path / "a.jsonl", "text"))
+
+
+@pytest.mark.parametrize(
+    "program, pack",
+    [
+        ("gzip", gzip.compress), ("bzip2", bz2.compress), ("xz", lzma.compress),
+        ("zstd", lambda text: b"\x28\xb5\x2f\xfd" + text),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_what_is_compressed_is_not_learned(tmp_path, program, pack):
+    """By its content, whatever its name; in a folder beside others it would be left out."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "README.md").write_text(TEXT * 9)
+    packed = folder / "a.jsonl.gz"
+    for path in (packed, tmp_path / "a.jsonl", tmp_path / "text"):
+        path.write_bytes(pack(json.dumps({"text": TEXT * 99}).encode()))
+    for words, says in (
+        (("--data", packed), f"{packed} is compressed by {program}; fix: unpack it"),
+        (("--data", tmp_path / "a.jsonl"), f"a.jsonl is compressed by {program}; fix: unpack it"),
+        (("--data", folder), f"{packed} is compressed, and would be left out; fix: unpack it, or name the files"),
+        ((tmp_path / "text",), f"text is compressed by {program}, and its bytes are no text; fix: unpack it"),
+    ):
+        result = train(*words, "--output", tmp_path / "out")
+        assert result.exit_code == 2 and says in result.stderr, result.output
+
+
+def test_chunks_reach_a_model_of_transformers(tmp_path, monkeypatch):
+    transformers, given = pytest.importorskip("transformers"), {}
+    mesh = SimpleNamespace(device_type="cpu", rank=0, grid=Grid(x=1))
+    monkeypatch.setattr("ndtp.cli.training.ProcessGrid", lambda *_, **__: mesh)
+    monkeypatch.setattr("ndtp.cli.training.parallelize", lambda model, _, **options: given.update(options) or model)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    transformers.LlamaConfig(vocab_size=256, **sizes).save_pretrained(tmp_path)
+    Model(job(tmp_path, config=tmp_path / "config.json", grid={"x": 1}, chunks=3))
+    assert given == {"scheme": "3d", "chunks": 3}
 
 
 def test_tables_of_datasets(tmp_path, monkeypatch):

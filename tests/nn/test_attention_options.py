@@ -7,7 +7,7 @@ from products import mesh_of
 from torch import nn
 
 import ndtp
-from ndtp import Grid
+from ndtp import Grid, LayoutError
 from ndtp.nn.attention_dense import split_projections
 from ndtp.testing import assert_equal
 
@@ -53,6 +53,21 @@ def test_dropout_has_the_mask_of_the_dense_twin(ranks):
     ranks(2).run(check_dropout, two)
     four = [({"x": 2, "y": 2}, "2d", 2, 6), ({"x": 2, "y": 2}, "2d", 1, 12), ({"x": 1, "y": 4}, "2d", 4, 4)]
     ranks(4).run(check_dropout, four)
+
+
+@pytest.mark.parametrize("mesh", [{}, {"mesh": None}], ids=["dense", "grid"])
+def test_heads_that_cannot_be_made_or_turned(mesh):
+    """A head of an odd number of features is not rotated: it would come out longer, and its norm changed."""
+    options = {key: mesh_of(Grid(x=1)) for key in mesh}
+    kind = ndtp.nn.Attention if mesh else ndtp.nn.DenseAttention
+    with pytest.raises(LayoutError, match="3 does not divide 16 features"):
+        kind(HIDDEN, 3, **options)
+    for rotary, features in ((ndtp.nn.Rotary(), 3), (ndtp.nn.Rotary(dims=3), 4), (ndtp.nn.Rotary(dims=6), 4)):
+        with pytest.raises(LayoutError, match=f"Rotary: dims={rotary.dims or 3} of the {features} features of a head"):
+            kind(HIDDEN, 4, head_dim=features, positions=rotary, **options)
+        with pytest.raises(LayoutError, match="make no pairs to turn\n  fix: dims="):
+            rotary(randn(2, 1, features), torch.arange(2))
+    assert kind(HIDDEN, 4, head_dim=3, positions=ndtp.nn.Rotary(dims=2), **options).head_dim == 3
 
 
 def test_how_much_is_dropped():

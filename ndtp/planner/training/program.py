@@ -19,6 +19,23 @@ def start():
 """
 
 FILL = '''\
+def read_by_transformers(folder, error):
+    """Return the weights of the whole model: files may have them by other names, such as those of experts.
+
+    Raises:
+        ndtp.CheckpointError: the error given, where transformers cannot read them, or would draw some at random.
+    """
+    try:
+        kind = AutoModelForCausalLM
+        whole, found = kind.from_pretrained(folder, dtype=torch.{dtype}, output_loading_info=True)
+    except Exception:
+        raise error from None
+    if found["missing_keys"] or found["mismatched_keys"]:
+        raise error
+    print(f"{{error}}: transformers reads the whole")
+    return whole.state_dict()
+
+
 def fill(model):
     """Read the weights that lie beside the config; where there are none, draw some, the same on every grid."""
     folder = Path(CONFIG).parent
@@ -28,16 +45,15 @@ def fill(model):
     try:
         return ndtp.checkpoint.load_safetensors(model, folder)  # each rank reads its part
     except ndtp.CheckpointError as error:
-        print(f"{{error}}: transformers reads the whole")  # weights that it stores by other names, such as experts
+        whole = read_by_transformers(folder, error)
     ndtp.checkpoint.initialize(model, seed=0)
-    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.{dtype}).state_dict()
     for part in [stage.model for stage in model] if isinstance(model, list) else [model]:
         part.load_state_dict({{key: whole[key] for key in part.state_dict()}})
 '''
 
 HEAD = '''"""{title}
 
-    torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-backend c10d --rdzv-endpoint HOST:29500 FILE
+{torchrun}
 """
 
 import os
@@ -147,7 +163,6 @@ def program(choice: SplitChoice, config: str, sees: bool = False) -> str:
         sees: whether a part of the model reads other things than text: no stage of a pipeline would have it here.
     """
     s, question = choice.splits, choice.question
-    per_node = min(question.ranks, question.hardware.ranks_per_node)
     sizes = sizes_of(choice) | {"z": rows_axis(choice)}
     axes = [axis for axis in choice.order if axis not in ("pp", "cp") and sizes[axis] > 1] or ["x"]
     grid = ", ".join(f"{axis}={sizes[axis]}" for axis in axes)
@@ -164,8 +179,9 @@ def program(choice: SplitChoice, config: str, sees: bool = False) -> str:
     parameters = "model.parameters()" if s.pp == 1 else "parameters"
     optimizer = OPTIMIZERS[question.optimizer].format(parameters)
     head = HEAD.format(
-        title=f"{question.model.name} on {question.ranks} ranks: {s}.", nodes=max(1, question.ranks // per_node),
-        start=START, per_node=per_node, config=config, sequences=int(s.micro * s.z), length=question.model.sequence,
+        title=f"{question.model.name} on {question.ranks} ranks: {s}.",
+        torchrun=torchrun(question.ranks, question.hardware.ranks_per_node), start=START, config=config,
+        sequences=int(s.micro * s.z), length=question.model.sequence,
         micro_batches=choice.micro_batches, vocabulary=question.model.vocabulary, dtype=dtype, checkpoint=again,
         part=part, fill=FILL.format(dtype=dtype),
     )  # fmt: skip
@@ -178,6 +194,17 @@ def program(choice: SplitChoice, config: str, sees: bool = False) -> str:
         first="stages" if turns > 1 else "stages[0]", optimizer=optimizer,
         options=options + (f", groups={int(s.pp)}" if turns > 1 else ""),
     )  # fmt: skip
+
+
+def torchrun(ranks: int, ranks_per_node: int) -> str:
+    """Return the line that starts a program; of hardware with a rank a node, the line for one machine as well."""
+    per_node = min(ranks, ranks_per_node)
+    nodes = max(1, ranks // per_node)
+    line = (
+        f"    torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-backend c10d --rdzv-endpoint HOST:29500 FILE"
+    )
+    here = f"\n    torchrun --nproc-per-node {ranks} FILE  # with all ranks on one machine"
+    return line + here * (per_node == 1 < nodes)
 
 
 def scheme_of_axes(x: int, y: int, z: int) -> str:
