@@ -15,7 +15,7 @@ from ndtp.ops.reductions import sum_over
 from ndtp.split.elementwise import elementwise
 from ndtp.split.moving import brought
 from ndtp.split.spec import Spec, layout_of
-from ndtp.split.tensor import SplitTensor, dims_given, enter, integers, leave, like, rule, split_in
+from ndtp.split.tensor import SplitTensor, dims_given, enter, integers, leave, like, rule, split_in, writes
 from ndtp.split.views import with_dims_at, without
 from ndtp.split.whole import whole
 
@@ -69,6 +69,8 @@ def along(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if not count:
         return func(whole(x), *args, **kwargs)
     dims = dims_of(func, count, args, kwargs)
+    if x.requires_grad and torch.is_grad_enabled() and not writes(func):
+        x = _of_finite_padding(x, [d for d in range(count) if d not in dims])
     fractions = kwargs.get("q", args[0] if args else None) if func.__name__ == "quantile" else None
     if isinstance(fractions, Tensor) and fractions.dim():  # several of them are a dim in front
         return NotImplemented
@@ -81,6 +83,16 @@ def along(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         x = without(x, [count - 1])
     result = func(leave(x), *args, **kwargs)
     return _entered(result, x.spec, dims)
+
+
+def _of_finite_padding(x: SplitTensor, dims: Sequence[int]) -> SplitTensor:
+    """Return the tensor with zeros for the padding of some dims, which passes no gradient on.
+
+    Code may have put -inf there, of which a softmax makes NaN; the gradients of weights would have that times zero.
+    """
+    shard = leave(x)
+    real = without_padding(shard, x.spec, dims)
+    return x if real is shard else enter(real, x.spec)
 
 
 @rule(torch.diff, Tensor.diff)

@@ -41,6 +41,8 @@ SINGULAR = (
     "fmod", "hypot", "lgamma", "log", "log10", "log2", "logit", "mod", "pow", "reciprocal", "remainder", "rpow",
     "rsqrt", "sqrt", "true_divide", "truediv", "xlogy",
 )  # fmt: skip
+# What puts numbers of the code's choice into a tensor, -inf for example, and so into padding.
+FILLS = ("fill", "full_like", "masked_fill", "where")
 PLACES: tuple[Any, ...] = (torch, F, torch._C._nn, Tensor, torch.special)
 
 
@@ -50,11 +52,11 @@ def named(names: Iterable[str]) -> list[Any]:
     return [getattr(place, form) for place in PLACES for form in forms if hasattr(place, form)]
 
 
-_SINGULAR = set(named(SINGULAR))
+_SINGULAR, _FILLS, _LOGIT = set(named(SINGULAR)), set(named(FILLS)), set(named(["logit"]))
 
 
-def with_ones(shard: Tensor, spec: Spec, sizes: Sequence[int]) -> Tensor:
-    """The shard of an operand of these sizes with ones in the place of padding, which passes no gradient on.
+def with_finite(shard: Tensor, spec: Spec, sizes: Sequence[int], number: float = 1.0) -> Tensor:
+    """The shard of an operand of these sizes with a number in the place of padding, which passes no gradient on.
 
     Infinities and what is no number would come from padding into the gradients of weights: zero times them is none.
 
@@ -68,7 +70,7 @@ def with_ones(shard: Tensor, spec: Spec, sizes: Sequence[int]) -> Tensor:
             here = spec.here(out)
             mask = torch.arange(here.start, here.stop, device=shard.device) < size
             mask = mask.view([-1 if k == d else 1 for k in range(len(sizes))])
-            shard = torch.where(mask, shard, torch.ones((), dtype=shard.dtype, device=shard.device))
+            shard = torch.where(mask, shard, torch.full((), number, dtype=shard.dtype, device=shard.device))
     return shard
 
 
@@ -169,7 +171,8 @@ def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     spec = Spec(context, tuple(sizes), layout_of(context.mesh, dims), tuple(padded), sections, origin)
     given, named_ones = [bring(x) for x in args], {k: bring(x) for k, x in kwargs.items()}
     if func in _SINGULAR and spec.is_padded:
-        filled = lambda x, y: with_ones(x, spec, y.shape) if isinstance(y, Tensor) and y.dim() and y is not into else x  # noqa: E731
+        is_filled = lambda y: isinstance(y, Tensor) and y.dim() and y is not into  # noqa: E731
+        filled = lambda x, y: with_finite(x, spec, y.shape) if is_filled(y) else x  # noqa: E731
         given = [filled(x, y) for x, y in zip(given, args, strict=True)]
         named_ones = {k: filled(x, kwargs[k]) for k, x in named_ones.items()}
     made = _result(func, given, named_ones, spec, into)
@@ -185,7 +188,7 @@ def _of_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     into = x if writes(func) or kwargs.get("inplace") or any(y is True for y in args[1:]) else None
     bare = leave(x)
     if func in _SINGULAR and x.spec.is_padded and into is None:
-        bare = with_ones(bare, x.spec, x.spec.sizes)
+        bare = with_finite(bare, x.spec, x.spec.sizes, 0.5 if func in _LOGIT else 1.0)
     given = [bare if y is x else y for y in args]
     made = _result(
         func, given, {k: bare if y is x else y for k, y in kwargs.items()}, x.spec, x if into is None else into
@@ -201,6 +204,9 @@ def _of_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _result(func: Any, args: Sequence[Any], kwargs: dict[str, Any], spec: Spec, into: SplitTensor | None) -> Any:
     before = None if into is None else version_of(into)
     result = func(*args, **kwargs)
+    if func in _FILLS and spec.is_padded and torch.is_grad_enabled() and tuple(result.shape) == spec.local:
+        finite = with_finite(result, spec, spec.sizes)
+        result = finite if into is None or finite is result else result.copy_(finite)
     if into is not None and any(result is x for x in (*args, *kwargs.values())):
         if writes(func) or version_of(into) != before:
             written(into)
