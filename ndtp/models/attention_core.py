@@ -26,7 +26,7 @@ from ndtp.models.cut_sequences import as_rows, context_of, in_sequences, of_toke
 from ndtp.models.frame import Frame, Passage
 from ndtp.models.fused_order import in_order
 from ndtp.models.hidden import Hidden, enter, hidden_in, split
-from ndtp.models.local_heads import ConfigOfRank, met_local_heads, take_heads
+from ndtp.models.local_heads import ConfigOfRank, has_new_parameters, take_heads
 from ndtp.models.looked_at import by_itself, is_looked_at, made_alike, shard_of, standing_for, with_whole_sizes
 from ndtp.models.placeholder import Placeholder, placeholder
 from ndtp.models.projections import Projection, products
@@ -111,12 +111,12 @@ class Core:
             forward: takes the module, or one that stands for it.
             names: of the other arguments.
         """
-        is_new = (parts := tuple(module._modules.values())) != self.parts and torch.is_grad_enabled()
-        if is_new and not met_local_heads(module, self, self.parts):
+        is_new = (parts := tuple(module._modules.values())) != self.parts
+        if is_new and not (is_new := has_new_parameters(module, self.parts)):
             self.parts = parts
         if self.config is not None and self.config.now != self.config.seen:
             self.config.follow()
-        before, self.is_whole = self.is_whole, is_looked_at(module)
+        before, self.is_whole = self.is_whole, is_new or is_looked_at(module)
         try:
             if not self.is_whole:
                 return self._run(partial(forward, module), names.bind(args, kwargs))

@@ -274,7 +274,7 @@ def brought(x: Tensor, passage: Passage) -> Tensor:
     """Return the part of an operand, whole on every rank or smaller in some dims, that belongs to the shard."""
     if isinstance(x, Hidden):
         return leave(x) if x.passage == passage else _rows_brought(x, passage)
-    if not is_plain(x):
+    if isinstance(x, SplitTensor) or not is_plain(x):
         x = x.gathered() if isinstance(x, SplitTensor) else plain_of(x)
     if x.dim() == 0 and not x.requires_grad:
         return x

@@ -1,6 +1,6 @@
 """The numbers of heads that an attention module counts on a rank, in itself and in its config.
 
-Parameters that come into it later meet these heads alone, and are refused.
+Where parameters come into it later, its code runs on all heads instead (see `ndtp.models.looked_at`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import nn
 
-from ndtp.errors import LayoutError
 from ndtp.models.replicated import Replicated
 from ndtp.nn.sharded import Sharded
 
@@ -67,28 +66,16 @@ def take_heads(module: nn.Module, whole: Any, heads: int, kv_heads: int) -> Conf
     return ConfigOfRank(given, config, vars(given)) if hasattr(given, "__dict__") else None
 
 
-def met_local_heads(module: nn.Module, core: Any, known: Sequence[nn.Module | None]) -> bool:
-    """Return whether frozen parameters came into an attention after it was split, whose code has this rank's heads.
+def has_new_parameters(module: nn.Module, known: Sequence[nn.Module | None]) -> bool:
+    """Return whether parameters came into an attention after it was split, whose code they would meet on one rank's
+    heads and sequences.
 
     Args:
-        core: of the attention; what stands around its output projection meets whole activations.
         known: the parts that were there before.
-
-    Raises:
-        LayoutError: names the first one that is trained.
     """
-    has_some = False
-    for name, part in module.named_children():
-        if any(part is each for each in known) or any(each is core.output for each in part.modules()):
-            continue
-        for key, parameter in part.named_parameters():
-            if isinstance(part.get_submodule(key.rpartition(".")[0]), (Replicated, Sharded)):
-                continue
-            if parameter.requires_grad:
-                raise LayoutError(
-                    f"parallelize: '{name}.{key}' came into '{core.name}' after the model was split.  The code of this "
-                    "attention runs on the heads and sequences of one rank, so its gradient would be theirs alone\n"
-                    "  fix: put it there before parallelize"
-                )
-            has_some = True
-    return has_some
+    return any(
+        not isinstance(part.get_submodule(key.rpartition(".")[0]), (Replicated, Sharded))
+        for part in module.children()
+        if not any(part is each for each in known)
+        for key, _ in part.named_parameters()
+    )

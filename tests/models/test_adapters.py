@@ -279,7 +279,7 @@ def compare_gradients(model, dense, given, where):
 
 def check_a_gain_after_the_split(grid):
     given = inputs("LlamaForCausalLM", 4, 6)
-    for where in ("o_proj", "mlp", "norm", "embedding"):
+    for where in ("q_proj", "o_proj", "mlp", "norm", "embedding"):
         dense, model = (build("LlamaForCausalLM", **ONE_LAYER) for _ in range(2))
         ndtp.parallelize(model, mesh_of(grid))
         for each in (dense, model):
@@ -295,31 +295,33 @@ def check_a_gain_after_the_split(grid):
     compare_gradients(model, dense, given, "on a layer")
 
 
-def check_a_gain_on_heads(grid):
-    """It is right in evaluation and while it is frozen, where no heads are split."""
-    given, model = inputs("LlamaForCausalLM", 4, 6), build("LlamaForCausalLM", **ONE_LAYER)
-    dense = copy.deepcopy(model)
-    ndtp.parallelize(model, mesh_of(grid))
-    for each in (dense, model):
-        scaled(each, "q_proj")
-    gain = model.model.layers[0].self_attn.q_proj.gain
-    with torch.no_grad():
-        torch.testing.assert_close(model(**given).loss, dense(**given).loss)
-    gain.requires_grad_(False)
-    model(**given).loss.backward()
-    gain.requires_grad_(True)
-    with pytest.raises(ndtp.LayoutError, match=r"'q_proj.gain' came into 'model.layers.0.self_attn' after the model"):
-        model(**given)
+def check_adapters_after_the_split(grid):
+    """Without `parallelize` once more: their code runs on all heads, trained, frozen and in evaluation."""
+    given = inputs("LlamaForCausalLM", 2, 6)
+    for where in ("q_proj", "v_proj", "o_proj"):
+        dense, model = (build("LlamaForCausalLM", **ONE_LAYER) for _ in range(2))
+        ndtp.parallelize(model, mesh_of(grid))
+        for each in (dense, model):
+            part = each.model.layers[0].self_attn
+            torch.manual_seed(0)
+            setattr(part, where, LoRA(getattr(part, where)))
+        with torch.no_grad():
+            torch.testing.assert_close(model(**given).logits * 1.0, dense(**given).logits, msg=where)
+        compare_gradients(model, dense, given, where)
+        for each in (dense, model):
+            for p in getattr(each.model.layers[0].self_attn, where).parameters():
+                p.requires_grad_(False)
+        torch.testing.assert_close(model(**given).loss, dense(**given).loss, msg=where)
 
 
-@pytest.mark.parametrize("grid", [Grid(x=2), Grid(dp=2)], ids=str)
-def test_a_parameter_that_meets_one_ranks_heads_is_refused(ranks, grid):
-    ranks(2).run(check_a_gain_on_heads, grid)
+@pytest.mark.parametrize("grid", [Grid(x=2), Grid(z=2)], ids=str)
+def test_adapters_that_come_after_the_split(ranks, grid):
+    ranks(2).run(check_adapters_after_the_split, grid)
 
 
 @pytest.mark.parametrize("grid", [Grid(x=2), Grid(y=2), Grid(dp=2)], ids=str)
 def test_a_parameter_that_comes_after_the_split(ranks, grid):
-    """It has the dense gradient wherever it meets whole activations."""
+    """It has the dense gradient wherever it is."""
     ranks(2).run(check_a_gain_after_the_split, grid)
 
 
