@@ -67,9 +67,10 @@ def split_before(model: nn.Module, mesh: ProcessGrid | None, report: Any) -> Any
     """
     split, modules = report.split, dict(model.named_modules())
     assert split is not None
-    if mesh is not None and mesh.groups is not report.mesh.groups:
+    own = report.mesh
+    if mesh is not None and (mesh.grid, mesh.global_ranks) != (own.grid, own.global_ranks):
         raise LayoutError(
-            f"parallelize: the model is split already, on {report.mesh}; it cannot be split anew on {mesh}\n"
+            f"parallelize: the model is split already, on {own}; it cannot be split anew on {mesh}\n"
             "  fix: make the model again, or load what ndtp.checkpoint.export_safetensors has written of it"
         )
     report.replaced |= split.adapt(modules)

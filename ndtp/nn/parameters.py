@@ -204,18 +204,19 @@ def taken(value: Tensor, own: Tensor, layout: Layout, mesh: ProcessGrid, real: S
     """Return the value of a state dict for the parameter `own`, as it is loaded: a dense tensor becomes this rank's
     shard.
 
-    A plain tensor is dense, with the padding of `own` or without.  One of another shape is left to torch, which
-    compares shapes.
+    One that lies otherwise on the same ranks is gathered, a collective.  A plain tensor is dense, with the padding of
+    `own` or without.  One of another shape is left to torch, which compares shapes.
 
     Args:
         real: the shape without padding.
 
     Raises:
-        LayoutError: a DTensor that lies otherwise than `own`; padding that is not zero.
+        LayoutError: a DTensor on other ranks than `own`; padding that is not zero.
     """
     lies, wanted = _lies(value), _lies(own)
-    if not is_plain(value) and lies != wanted and all(p.is_replicate() for p in lies[1]):
-        value = full_of(value)  # a mean of several states, say
+    # A DTensor of a twin that lies otherwise, or a mean of several states.
+    if not is_plain(value) and lies != wanted and (lies[0] == wanted[0] or all(p.is_replicate() for p in lies[1])):
+        value = full_of(value)
     if not is_plain(value):
         if lies != wanted:
             raise LayoutError(

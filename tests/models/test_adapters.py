@@ -238,7 +238,10 @@ def check_a_second_adapter():
             if ".other." in name:
                 p.data.fill_(0.02)
         if model is models[1]:
-            assert ndtp.parallelize(model, mesh) is model and ndtp.parallelize(model.get_base_model()) is not None
+            assert (
+                ndtp.parallelize(model, ndtp.ProcessGrid(Grid(x=2))) is model
+                and ndtp.parallelize(model.get_base_model()) is not None
+            )
         model.set_adapter("other")
         losses.append(model(**given).loss)
     torch.testing.assert_close(losses[1], losses[0])

@@ -62,6 +62,18 @@ class Encoder(nn.Module):
         return self.layer(self.table(ids))
 
 
+class Target(nn.Module):
+    """Its second net gets the weights of the first from time to time, and lies otherwise."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 20), nn.ReLU(), nn.Linear(20, 12), nn.ReLU(), nn.Linear(12, 4))
+        self.target = copy.deepcopy(self.net)
+
+    def forward(self, x, target=False):
+        return (self.target if target else self.net)(x)
+
+
 class ActorAndCritic(nn.Module):
     """Its code looks at numbers, so that the first call shows what it does; the critic's head stays whole."""
 
@@ -161,6 +173,13 @@ def check_ways():
     with ndtp.CommMeter() as meter:
         model(x).backward()
     assert "scatter" in str(model.ndtp_report.gathered) and model.ndtp_report.volume(x=x) == meter.volume
+    target = Target().double()
+    model = split(target, {"x": 2}, "1d")
+    for each in (model, target):
+        each(x).square().mean().backward()
+        torch.optim.SGD(each.net.parameters(), 0.1).step()
+        each.target.load_state_dict(each.net.state_dict())
+    torch.testing.assert_close(model(x, target=True) * 1.0, target(x, target=True))
     with pytest.raises(LayoutError, match=r"the memory of net.0.weight \(24, 6\)\n  fix: ndtp.checkpoint"):
         save(models[1].state_dict())
 

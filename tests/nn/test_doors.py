@@ -110,10 +110,11 @@ def test_gated_and_padded(ranks):
 
 
 def check_refused_states():
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
     mesh = mesh_of(Grid(x=2))
-    said = []
+    said, other = [], init_device_mesh("cpu", (2,), mesh_dim_names=("other",))
     for assign in (False, True):
         block = ndtp.nn.MLP(HIDDEN, INNER, mesh=mesh, scheme="1d", seed=1)
         before = block.to_dense().state_dict()
@@ -122,7 +123,7 @@ def check_refused_states():
         for value in (
             torch.zeros(INNER, HIDDEN + 1),
             local.clone(),  # a shard is no dense tensor
-            DTensor.from_local(torch.zeros(INNER, HIDDEN // 2), mesh.device_mesh, [Shard(1)], run_check=False),
+            DTensor.from_local(torch.zeros(INNER, HIDDEN // 2), other, [Shard(1)], run_check=False),
         ):
             wrong = state | {"up.weight": value}
             said.append(
@@ -130,6 +131,10 @@ def check_refused_states():
             )
         for key, value in block.to_dense().state_dict().items():
             assert_equal(value, before[key], key)
+        turned = state["up.weight"].redistribute(placements=[Shard(1) if p.is_shard(0) else Shard(0) for p in
+                                                             state["up.weight"].placements])  # fmt: skip
+        block.load_state_dict(state | {"up.weight": 2 * turned}, assign=assign)  # of a twin that lies otherwise
+        assert_equal(block.to_dense().state_dict()["up.weight"], 2 * before["up.weight"], "turned")
     return said
 
 
