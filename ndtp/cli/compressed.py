@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-ENDINGS = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".7z", ".br")
-# How content begins: no text in UTF-8 does so.
+ENDINGS = (".gz", ".tgz", ".bz2", ".xz", ".lzma", ".zst", ".lz4", ".zip", ".7z", ".br", ".z")
+# How content begins: no text does so.
 BEGINS = {
     b"\x1f\x8b": "gzip", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"\x04\x22\x4d\x18": "lz4",
     b"PK\x03\x04": "zip", b"7z\xbc\xaf\x27\x1c": "7z",
@@ -19,6 +19,6 @@ def compressed_by(content: bytes) -> str:
     return next((name for begin, name in BEGINS.items() if content.startswith(begin)), "")
 
 
-def is_left_out(path: Path, known: tuple[str, ...]) -> bool:
+def is_compressed(path: Path) -> bool:
     """Whether a file is a compressed one of a kind that is read where it is not."""
-    return path.suffix in ENDINGS and path.with_suffix("").suffix in known
+    return path.suffix.lower() in ENDINGS

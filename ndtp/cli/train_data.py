@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ndtp.cli.compressed import compressed_by, is_left_out
+from ndtp.cli.compressed import compressed_by, is_compressed
 from ndtp.errors import CheckpointError
 from ndtp.planner.fields import Number, reason, shown
 
@@ -66,7 +66,7 @@ def _files_of(paths: Sequence[Path]) -> list[Path]:
         inside = [each for each in every if each.suffix in KNOWN]
         # save_to_disk writes state.json and dataset_info.json beside the tables.
         tables = [each for each in inside if each.suffix in TABLES and not each.name.startswith("cache-")]
-        if not tables and (packed := next((each for each in every if is_left_out(each, KNOWN)), None)):
+        if not tables and (packed := next((each for each in every if is_compressed(each)), None)):
             raise DataError(f"{packed} is compressed, and would be left out; fix: unpack it, or name the files to read")
         inside = tables or [each for each in inside if each.suffix != ".json"] or inside
         if not inside:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 from numbers import Real
 from typing import Any
 
@@ -16,15 +16,16 @@ OF_CLOCKS = ("_time", "_runtime", "_per_second")  # ends of names of what each r
 NEAR = 1e-3
 
 
-def refuse_other_metrics(mesh: ProcessGrid, metrics: Mapping[str, Any]) -> None:
-    """Compare the metrics of all ranks up to rounding; one small all-gather.
+def agree_on_metrics(mesh: ProcessGrid, metrics: MutableMapping[Any, Any]) -> None:
+    """Compare the metrics of all ranks; those that differ by rounding become rank 0's.  One small all-gather.
 
     Raises:
         MismatchError: ranks have others, on every rank.
     """
     if mesh.check is False:
         return
-    own = {name: float(x) for name, x in metrics.items() if isinstance(x, Real) and not name.endswith(OF_CLOCKS)}
+    compared = {str(name): name for name, x in metrics.items() if isinstance(x, Real)}
+    own = {key: float(metrics[name]) for key, name in compared.items() if not key.endswith(OF_CLOCKS)}
     by_rank = differing(mesh.groups, json.dumps(own, sort_keys=True))
     told = {rank: json.loads(text) for rank, text in (by_rank or {}).items()}
     for name in sorted({name for each in told.values() for name in each}):
@@ -36,6 +37,7 @@ def refuse_other_metrics(mesh: ProcessGrid, metrics: Mapping[str, Any]) -> None:
                 f"{other[1]:.6g} on rank {other[0]}, and each would take another model for the best\n"
                 "  fix: compute_metrics that gives the same on every rank, which has all rows; it draws from one seed"
             )
+    metrics.update({compared[key]: x for key, x in told.get(0, {}).items() if x != own[key]})
 
 
 def _is_near(a: float, b: float) -> bool:

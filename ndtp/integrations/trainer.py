@@ -23,7 +23,7 @@ from torch import nn
 
 from ndtp.checkpoints.training_state import load, save
 from ndtp.errors import LayoutError
-from ndtp.integrations.metrics import refuse_other_metrics
+from ndtp.integrations.metrics import agree_on_metrics
 from ndtp.integrations.one_program import (
     GivenGrid,
     become_one_program,
@@ -171,7 +171,7 @@ class GridTrainerMixin:
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         found = super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
         if self._ndtp_mesh is not None:
-            refuse_other_metrics(self._ndtp_mesh, found.metrics or {})
+            agree_on_metrics(self._ndtp_mesh, {} if found.metrics is None else found.metrics)
         return found
 
     def save_model(self, output_dir: Any = None, _internal_call: bool = False) -> None:

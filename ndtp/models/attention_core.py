@@ -26,7 +26,7 @@ from ndtp.models.cut_sequences import as_rows, context_of, in_sequences, of_toke
 from ndtp.models.frame import Frame, Passage
 from ndtp.models.fused_order import in_order
 from ndtp.models.hidden import Hidden, enter, hidden_in, split
-from ndtp.models.local_heads import ConfigOfRank, has_new_parameters, take_heads
+from ndtp.models.local_heads import ConfigOfRank, parts_of, take_heads
 from ndtp.models.looked_at import by_itself, is_looked_at, made_alike, shard_of, standing_for, with_whole_sizes
 from ndtp.models.placeholder import Placeholder, placeholder
 from ndtp.models.projections import Projection, products
@@ -80,7 +80,7 @@ class Core:
     is_whole = OfTurn(bool)
     layer: int | None = None
     config: ConfigOfRank | None = None
-    parts: tuple[nn.Module | None, ...] = ()
+    parts: tuple[nn.Module, ...] = ()
     cache: Callable[[], Any] = field(default=lambda: None)
     given = OfTurn()
     groups = OfTurn(dict)
@@ -111,8 +111,8 @@ class Core:
             forward: takes the module, or one that stands for it.
             names: of the other arguments.
         """
-        is_new = (parts := tuple(module._modules.values())) != self.parts
-        if is_new and not (is_new := has_new_parameters(module, self.parts)):
+        is_new = (parts := parts_of(module)) != self.parts
+        if is_new and not (is_new := not {*parts} <= {*self.parts}):
             self.parts = parts
         if self.config is not None and self.config.now != self.config.seen:
             self.config.follow()
@@ -229,7 +229,7 @@ class Core:
         """Return the result of a projection of this module when the model's code calls it."""
         if member.adapts is not None:
             return self._adapted(member, member.adapts, x)
-        if not self.groups or (self.is_whole and x.shape[:-1].numel() != math.prod(self.given.lead)):
+        if not self.groups or (self.is_whole and tuple(x.shape[:-1]) != self.given.lead):
             return by_itself(self, member, x)
         if member is self.output:
             rows = self._inside(x)
@@ -384,7 +384,7 @@ def place_core(module: nn.Module, core: Core) -> None:
     core.layer = getattr(module, "layer_idx", None)
     for member in (*core.inputs.values(), *([core.output] if core.output is not None else [])):
         member.core = core
-    core.parts = tuple(module._modules.values())
+    core.parts = parts_of(module)
     before = dict(vars(module))
     core.config = take_heads(module, core, core.local_heads, len(core.kv_per_rank))
     core.dense = {name: value for name, value in before.items() if vars(module).get(name) is not value}

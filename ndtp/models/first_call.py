@@ -147,7 +147,12 @@ class OwnForward:
     """
 
     def __init__(self, model: Any, own: Any) -> None:
-        self.model, self.own = model, own
+        self.model, self.own, self.__wrapped__ = model, own, own  # the last for who looks at its signature
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("model", "own") or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.own, name)
 
     @eagerly(WHY_EAGER)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
 """The numbers of heads that an attention module counts on a rank, in itself and in its config.
 
-Where parameters come into it later, its code runs on all heads instead (see `ndtp.models.looked_at`).
+Where modules come into it later, its code runs on all heads instead (see `ndtp.models.looked_at`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import nn
 
-from ndtp.models.replicated import Replicated
 from ndtp.nn.sharded import Sharded
 
 # Numbers of an attention module that become those of one rank.
@@ -66,16 +65,18 @@ def take_heads(module: nn.Module, whole: Any, heads: int, kv_heads: int) -> Conf
     return ConfigOfRank(given, config, vars(given)) if hasattr(given, "__dict__") else None
 
 
-def has_new_parameters(module: nn.Module, known: Sequence[nn.Module | None]) -> bool:
-    """Return whether parameters came into an attention after it was split, whose code they would meet on one rank's
-    heads and sequences.
+def parts_of(module: nn.Module) -> tuple[nn.Module, ...]:
+    """Return the modules inside of an attention, without what is inside of its projections."""
+    parts = [child for child in module._modules.values() if child is not None]
+    return tuple(x for part in parts for x in ((part,) if isinstance(part, Sharded) else part.modules()))
 
-    Args:
-        known: the parts that were there before.
-    """
-    return any(
-        not isinstance(part.get_submodule(key.rpartition(".")[0]), (Replicated, Sharded))
-        for part in module.children()
-        if not any(part is each for each in known)
-        for key, _ in part.named_parameters()
-    )
+
+def parts_known(module: nn.Module, known: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
+    """Return those that were there before, and adapters that were put on the grid since."""
+    found: list[nn.Module] = []
+    for part in module.children():
+        own = list(part.modules())
+        is_adapted = any(getattr(x, "adapts", None) is not None for x in own)
+        is_whole = any(type(x) is nn.Linear for x in own)
+        found += own if is_adapted and not is_whole else [x for x in own if any(x is each for each in known)]
+    return tuple(found)

@@ -2,8 +2,9 @@
 
 An attention's code runs on the heads and sequences of one rank, as plain tensors.  A hook on a module inside of it
 (a projection, a norm, dropout) would take these for all heads of all sequences.  So a call of an attention whose parts
-have hooks runs as the dense module does, with its numbers of heads, on split tensors (`ndtp.split`): hooks get tensors
-of the whole's sizes, and what they return in their place is taken, split or whole.  Other calls are as fast as before.
+have hooks, or that got parts since it was split, runs as the dense module does, with its numbers of heads, on split
+tensors (`ndtp.split`): hooks get tensors of the whole's sizes, and what they return in their place is taken, split or
+whole.  Other calls are as fast as before.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ def standing_for(module: nn.Module, dense: Mapping[str, Any]) -> Iterator[nn.Mod
 
 def by_itself(core: Any, member: Projection, x: Tensor) -> Tensor:
     """The result of a projection that other code than the attention's own calls, on a tensor of the whole's sizes."""
+    if x.dim() == 1:
+        return by_itself(core, member, x.unsqueeze(0))[0]
     x = member.taken(x)
     (y,) = products([member], x)
     return member.as_given(y, x.passage) if member is core.output else with_whole_sizes(core, member, y, x.passage)
@@ -138,7 +141,7 @@ class _Lying:
         if across and len(sizes) != 3:
             raise LayoutError(f"parallelize: attention takes [batch, sequence, features], not {sizes}")
         dim = 1 if across else 0
-        size = rows // max(math.prod(sizes[:-1]) // sizes[dim], 1)
+        size = rows // max(math.prod(sizes[:-1]) // max(sizes[dim], 1), 1)
         dims = [*[()] * (len(sizes) - 1), frame.mesh.grid.nontrivial(layout.dims[1])]
         padded = [*sizes]
         if axes:
@@ -162,5 +165,5 @@ def made_alike(arguments: Mapping[str, Any], name: str, is_whole: bool) -> None:
                     f"parallelize: the cache has keys and values of '{name}' from before hooks were "
                     f"{'put on its parts' if is_whole else 'taken off its parts'}, "
                     f"{'of the heads of one rank' if is_whole else 'with the sizes of the whole'}\n"
-                    "  fix: a new cache; hooks that stay as they are while a cache is in use"
+                    "  fix: a new cache; hooks and adapters that stay as they are while a cache is in use"
                 )

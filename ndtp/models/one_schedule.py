@@ -22,6 +22,7 @@ from ndtp.ops.few_rows import takes_few_rows
 from ndtp.ops.products import mlp
 from ndtp.runtime.arrival import local_shard
 from ndtp.runtime.of_turn import OfTurn
+from ndtp.split.copies import state_of
 
 
 @dataclass(eq=False)
@@ -36,6 +37,7 @@ class MLPSchedule:
     down: Projection
     inside: tuple[nn.Module, ...]
     call = OfTurn()
+    state = OfTurn()
 
     def called(self, member: Projection, x: Any) -> Hidden | None:
         return self._led_back(x) if member is self.down else self._ahead(member, x)
@@ -49,10 +51,10 @@ class MLPSchedule:
         layers = (*self.ups, self.down)
         if any("forward" in each.__dict__ for each in layers) or not has_own_weights(layers):
             return None
-        index = self.ups.index(member)
-        call = self.call
-        if call is None or call.given is not x or index in call.asked or not call.is_now:
+        index, call, now = self.ups.index(member), self.call, state_of(x)
+        if call is None or call.given is not x or self.state != now or index in call.asked or not call.is_now:
             call = self.call = Call(self.ups, member.taken(x), products, x)
+            self.state = now
             self.down.frame.shared[id(self)] = self
         made = pending(call, member)
         if len(call.asked) == len(self.ups):

@@ -96,7 +96,13 @@ class Projection(Adopted):
         return enter(y.view_as(y), self.passage(given))
 
     def taken(self, x: Tensor) -> Hidden:
-        """Return the input in the layout of the projection's plan."""
+        """Return the input in the layout of the projection's plan.
+
+        Raises:
+            LayoutError: it has other features than the layer takes.
+        """
+        if not isinstance(x, Hidden) and x.dim() and x.shape[-1] != self.real_in:
+            raise LayoutError(f"'{self.name}' takes {self.real_in} features, and got {tuple(x.shape)}")
         return as_projection_input(x, self.frame, self.plan, self.width, self.name)
 
     def passage(self, given: Passage) -> Passage:
@@ -108,6 +114,10 @@ class Projection(Adopted):
             given, layout=self.gives, features=self.real_out, width=self.out_width, sections=count,
             came_from=self.name, loud=self.loud,
         )  # fmt: skip
+
+    @property
+    def real_in(self) -> int:
+        return self.lies["weight"].real[0 if self.is_conv else 1]
 
     @property
     def real_out(self) -> int:

@@ -249,10 +249,6 @@ class ObservedLinear(ReadAsSplit, Projection):
         grid, data = self.mesh.grid, self.context.data
         return tuple(axis for axis in grid.nontrivial(self.plan.out.dims[0]) if axis not in data)
 
-    @property
-    def real_in(self) -> int:
-        return self.lies["weight"].real[0 if self.is_conv else 1]
-
     def as_input(self, y: Tensor) -> Tensor:
         """Return a result brought to lie as the input of this layer."""
         rows, features = self.axes_in

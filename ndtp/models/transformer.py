@@ -21,6 +21,7 @@ from ndtp.models.expert_layers import experts_role, place_experts
 from ndtp.models.fused_order import heads_in_order, rows_in_order
 from ndtp.models.head_loss import HeadSchedule, place_model
 from ndtp.models.left_alone import is_foreign, leave_alone, why_left
+from ndtp.models.local_heads import parts_known
 from ndtp.models.named_plan import BY_PLAN
 from ndtp.models.not_replicated import not_replicated
 from ndtp.models.of_heads import place_beside
@@ -74,6 +75,9 @@ def split_before(model: nn.Module, mesh: ProcessGrid | None, report: Any) -> Any
             "  fix: make the model again, or load what ndtp.checkpoint.export_safetensors has written of it"
         )
     report.replaced |= split.adapt(modules)
+    for module in modules.values():
+        if isinstance(module, AttentionModule):
+            module.ndtp_core.parts = parts_known(module, module.ndtp_core.parts)
     saved_whole(model)
     return report
 

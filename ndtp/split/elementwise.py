@@ -201,12 +201,20 @@ def _of_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return made
 
 
+def _filled(result: Tensor, spec: Spec, is_in_place: bool) -> Tensor:
+    """Return a result with finite padding; a new leaf of autograd, which is to be no result of another, as it is."""
+    if not is_in_place and result.is_leaf and result.requires_grad:
+        return result
+    finite = with_finite(result, spec, spec.sizes)
+    return result.copy_(finite) if is_in_place and finite is not result else finite
+
+
 def _result(func: Any, args: Sequence[Any], kwargs: dict[str, Any], spec: Spec, into: SplitTensor | None) -> Any:
     before = None if into is None else version_of(into)
     result = func(*args, **kwargs)
-    if func in _FILLS and spec.is_padded and torch.is_grad_enabled() and tuple(result.shape) == spec.local:
-        finite = with_finite(result, spec, spec.sizes)
-        result = finite if into is None or finite is result else result.copy_(finite)
+    if func in _FILLS and isinstance(result, Tensor) and spec.is_padded and torch.is_grad_enabled():
+        is_in_place = any(result is x for x in (*args, *kwargs.values()))
+        result = _filled(result, spec, is_in_place) if tuple(result.shape) == spec.local else result
     if into is not None and any(result is x for x in (*args, *kwargs.values())):
         if writes(func) or version_of(into) != before:
             written(into)

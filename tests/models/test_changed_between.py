@@ -77,5 +77,24 @@ def check_inputs_written_between():
     check_gradients(model, dense, "an input that was written to")
 
 
+def check_inputs_of_an_mlp():
+    """The same between calls of the layers by other code."""
+    dense, x = build("LlamaForCausalLM"), torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(0)).double()
+    model = ndtp.parallelize(build("LlamaForCausalLM"), mesh_of(Grid(x=2)), scheme="1d-sp")
+    found = []
+    for each in (model, dense):
+        mlp, v = each.model.layers[0].mlp, x.clone()
+        gate = mlp.gate_proj(v)
+        with torch.no_grad():
+            v.mul_(2)
+        found.append((mlp.up_proj(v) + 0, gate * 1))
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine.gathered(), theirs)
+
+
+def test_an_input_of_an_mlp_that_is_written_to_between(ranks):
+    ranks(2).run(check_inputs_of_an_mlp)
+
+
 def test_an_input_of_two_layers_that_is_written_to_between(ranks):
     ranks(2).run(check_inputs_written_between)

@@ -54,6 +54,7 @@ MADE = {
     "nan": lambda h: torch.where(torch.ones(len(h), 17, dtype=torch.bool), h, torch.nan),
     "masked": lambda h: h.masked_fill(torch.zeros_like(h).add(1) == 0, torch.inf),
     "logit": lambda h: h.sigmoid().logit(),
+    "a leaf": lambda h: h * torch.full_like(h, 0.5, requires_grad=True),
 }
 USED = {
     "product": lambda model, h: h @ model.w,

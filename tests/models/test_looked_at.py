@@ -260,7 +260,8 @@ def check_called_alone(kind: str) -> None:
         part, theirs = model.get_submodule(name), dense.get_submodule(name)
         width = theirs.weight.shape[0 if kind.startswith("q, k") else 1]
         rows = [
-            torch.randn(*lead, width, generator=torch.Generator().manual_seed(0)) for lead in ((3, 8), (2, 5), (7,))
+            torch.randn(*lead, width, generator=torch.Generator().manual_seed(0))
+            for lead in ((3, 8), (24,), (2, 3, 4), (7,), (), (0,))
         ]
         found: list[list[object]] = []
         for layer in (part, theirs):
@@ -275,6 +276,8 @@ def check_called_alone(kind: str) -> None:
         model(IDS)
         around._forward_hooks.clear(), around._forward_pre_hooks.clear()
         same(seen, [[theirs(x) for x in rows]] * 2, name)
+        with pytest.raises(LayoutError, match=rf"{name}' takes {width} features, and got"):
+            part(torch.ones(3, width - 1))
 
 
 @pytest.mark.parametrize("kind", ALONE)
