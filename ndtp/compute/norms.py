@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ndtp.compute.constants import numbers_on
@@ -56,6 +57,20 @@ def scaled(normal: Tensor, gain: Tensor | None, bias: Tensor | None, dtype: torc
     """Return `normal * gain + bias`, rounded once to `dtype`."""
     y = normal if gain is None else normal * gain
     return (y if bias is None else y + bias).to(dtype)
+
+
+def on_one_rank(
+    x: Tensor, gain: Tensor | None, bias: Tensor | None, *, centred: bool, eps: float, offset: float = 0.0
+) -> Tensor:
+    """Return the norm of rows [.., features] that are whole, without gradients; arguments as of `ndtp.ops.norms`."""
+    gain = gain + offset if offset and gain is not None else gain
+    if all(p is None or p.dtype == x.dtype for p in (gain, bias)):
+        sizes = x.shape[-1:]  # torch's own round once, too
+        return F.layer_norm(x, sizes, gain, bias, eps) if centred else F.rms_norm(x, sizes, gain, eps)
+    rows = x.reshape(-1, x.shape[-1])
+    mean, squares = moments(rows).unbind() if centred else (None, sum_of_squares(rows)[0])
+    scale = (squares / rows.shape[1] + eps).rsqrt()
+    return scaled(normalized(rows, mean, scale), gain, bias, x.dtype).view(x.shape)
 
 
 def gradient_sums(grad: Tensor, normal: Tensor, centred: bool) -> Tensor:

@@ -16,14 +16,16 @@ from torch import Tensor, nn
 
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
+from ndtp.compute.norms import on_one_rank
 from ndtp.errors import LayoutError
 from ndtp.models.frame import Frame, Passage, led_to
 from ndtp.models.hidden import Hidden, enter, leave, split, whole
 from ndtp.models.made_classes import made_class
-from ndtp.models.settled import Settled, Settlements, uses_of
+from ndtp.models.settled import Settled, Settlements, Use, uses_of
 from ndtp.models.signatures import input_by_name
 from ndtp.models.standing_in import lying, take_place
 from ndtp.models.table_settings import refused_setting
+from ndtp.models.whole_rows import are_few
 from ndtp.nn.padding import zero_padding
 from ndtp.nn.parameters import check_own, put_on_grid
 from ndtp.nn.sharded import Lies, Sharded
@@ -35,6 +37,8 @@ from ndtp.runtime.eagerly import WHY_EAGER, eagerly
 from ndtp.runtime.halves import laid_sizes
 from ndtp.runtime.handed_out import refuse_handed_out
 from ndtp.runtime.of_turn import OfTurn
+
+NAMES = ("weight", "bias")
 
 
 def is_placed(parameter: Tensor) -> bool:
@@ -173,6 +177,8 @@ class SplitNorm(Adopted):
         plan = self.norm_plan
         if vars(self).get(self.eps_name, plan.eps) != plan.eps:
             plan = self.plan_now(plan, x.dtype)
+        if are_few(x, self) and x.shape[-1] == plan.features:
+            return self._of_whole_rows(x, plan)
         given = (x.passage.features,) if isinstance(x, Hidden) else x.shape[-1:]
         if given != (plan.features,) and not any(p is not None for p in self._parameters.values()):
             return super().forward(whole(x))  # type: ignore[misc, no-any-return]  # of whatever it is given
@@ -184,6 +190,28 @@ class SplitNorm(Adopted):
         settled = self.settled.found(key) if is_inference(rows, self.mesh) else None
         y = self._normed(rows, plan, key) if settled is None else settled(rows)
         return enter(y.view_as(y), led_to(self, passage, self._led_to))
+
+    def _of_whole_rows(self, x: Tensor, plan: NormPlan) -> Tensor:
+        """Return the norm of rows that are whole, and few, on this rank."""
+        key = "whole", x.dtype, id(plan)
+        settled = self.settled.found(key)
+        if settled is not None:
+            return settled(x)  # type: ignore[no-any-return]
+        found = self.own("weight", x), self.own("bias", x)
+        own, frame, layout = uses_of(self, NAMES, found), self.frame, plan.parameter.source
+        form: dict[str, Any] = {"centred": plan.centred, "eps": plan.eps, "offset": self.offset}
+        uses = own or [Use(self, name, value) for name, value in zip(NAMES, found, strict=True)]
+        cut = slice(plan.features)
+
+        def run(x: Tensor, shards: Any) -> Tensor:
+            if layout.num_splits(0) > 1:
+                is_in_forward = own is not None and bool(frame.running)
+                shards = [frame.gains.of(use, layout, is_in_forward) for use in uses]
+            gain, bias = shards
+            return on_one_rank(x, gain if gain is None else gain[cut], bias if bias is None else bias[cut], **form)
+
+        settled = Settled(uses, run)
+        return (settled if own is None else self.settled.add(key, settled))(x)  # type: ignore[no-any-return]
 
     def _led_to(self, given: Passage) -> Passage:
         return replace(given, came_from=self.name)
@@ -226,6 +254,8 @@ class SplitEmbedding(Adopted, nn.Embedding):
         if self.max_norm or self.scale_grad_by_freq or self.sparse:
             raise refused_setting(self)
         frame = self.frame
+        if are_few(ids.unsqueeze(-1), self):
+            return self._whole_rows(ids)
         lead, plan = tuple(ids.shape), self.lookup
         rows, across = frame.rows_of(lead)
         self.is_for_all = self.for_all is not None and (len(lead) < 2 or lead[0] == 1)
@@ -240,6 +270,16 @@ class SplitEmbedding(Adopted, nn.Embedding):
         if last is None or last != passage:
             last = vars(self)["ndtp_last"] = passage
         return enter(y.view_as(y), last)  # the same object where inputs are alike: what follows looks no closer
+
+    def _whole_rows(self, ids: Tensor) -> Tensor:
+        """Return few rows of the table, whole on every rank."""
+        plan = vars(self).get("ndtp_whole_lookup")
+        if plan is None:
+            plan = vars(self)["ndtp_whole_lookup"] = replace(self.lookup, out=self.frame.outside)
+        self.is_for_all = self.for_all is not None and (ids.dim() < 2 or ids.shape[0] == 1)
+        weight = self.needed("weight", None)
+        y = look_up(ids.flatten(), weight, plan, self.mesh, self.num_embeddings, self.padding_idx)  # type: ignore
+        return y[:, : self.embedding_dim].reshape(*ids.shape, self.embedding_dim)
 
 
 def lying_as(x: Tensor, frame: Frame, layout: Layout, width: int, name: str) -> Hidden:

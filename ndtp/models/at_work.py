@@ -97,6 +97,8 @@ def _noting(theirs: Any, name: str, mesh: GridLike, compiles: bool) -> Any:
         reads.wants_inputs = not running and wants_gradients(args, kwargs)  # the root's are asked for
         if not running and not torch.compiler.is_compiling():
             refuse_later_writes()
+        if name == "forward":
+            rows.frame.begin(self)
         running.append(reads)
         rows.begin()
         try:

@@ -14,13 +14,12 @@ from functools import partial
 from typing import Any
 from weakref import ref
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ndtp.algebra.layout import Layout
 from ndtp.errors import LayoutError
 from ndtp.models.adopted import class_of
+from ndtp.models.attention_inputs import HIDDEN, PASSED, as_tuple, kv_heads_of, may_be_hidden, part_of_rank
 from ndtp.models.cached_sequences import lay_caches, refuse_filled_cache
 from ndtp.models.cut_sequences import as_rows, context_of, in_sequences, of_tokens, row_axes, with_all_heads
 from ndtp.models.frame import Frame, Passage
@@ -32,18 +31,15 @@ from ndtp.models.placeholder import Placeholder, placeholder
 from ndtp.models.projections import Projection, products
 from ndtp.models.shared_input import SharedInput
 from ndtp.models.signatures import NamedArguments, Signature, signature_of
+from ndtp.models.whole_rows import are_few, is_alone, led_back, passage_of, rows_of_rank, with_all_rows, with_rows
 from ndtp.ops.products import relayout
-from ndtp.ops.reductions import used_over
 from ndtp.runtime.of_turn import OfTurn
 from ndtp.split.spec import Spec, layout_of
 from ndtp.split.tensor import SplitTensor
 from ndtp.split.tensor import enter as put
 from ndtp.split.tensor import leave as bare
 
-HIDDEN = ("hidden_states", "key_value_states", "encoder_hidden_states")
-PASSED = ("residual",)  # what is added to the result, which are hidden states again
 NO_CACHES = {Tensor, Placeholder, Hidden, SplitTensor, tuple, dict, bool, int, type(None)}
-BIASES = ("alibi", "position_bias")  # of scores: [batch heads or heads, .., ..]
 
 
 @dataclass(eq=False)
@@ -62,6 +58,8 @@ class Core:
         is_whole: whether its code runs on tensors with the sizes of the whole, see `ndtp.models.looked_at`.
         layer: the number of the module's layer in caches.
         config: that of the module, if it has one.
+        norms_hidden: whether its code norms hidden states, which then stay split.
+        has_whole_rows: whether hidden states are whole on every rank, see `ndtp.models.whole_rows`.
         parts, cache: the modules that it had when its code was looked at, and the cache that came last.
     """
 
@@ -78,11 +76,13 @@ class Core:
     normed: tuple[Projection, ...] = ()
     dense: Mapping[str, Any] = field(default_factory=dict)
     is_whole = OfTurn(bool)
+    norms_hidden: bool = False
     layer: int | None = None
     config: ConfigOfRank | None = None
     parts: tuple[nn.Module, ...] = ()
     cache: Callable[[], Any] = field(default=lambda: None)
     given = OfTurn()
+    has_whole_rows = OfTurn(bool)
     groups = OfTurn(dict)
 
     def __post_init__(self) -> None:
@@ -126,11 +126,15 @@ class Core:
             self.is_whole = before
 
     def _run(self, forward: Any, bound: NamedArguments | inspect.BoundArguments) -> Any:
-        named = {name: self._entered(name, value) for name, value in bound.arguments.items()}
-        sources = {id(x): x for x in hidden_in({name: x for name, x in named.items() if name not in PASSED})}
+        kept = {name for name, value in bound.arguments.items() if self._is_kept_whole(name, value)}
+        named = {n: value if n in kept else self._entered(n, value) for n, value in bound.arguments.items()}
+        sources: dict[int, Tensor] = {}
+        for name, x in named.items():
+            found = [] if name in PASSED else [x] if name in kept else hidden_in(x)
+            sources.update((id(each), each) for each in found)
         if not sources:
             raise LayoutError(f"parallelize: '{self.name}' got no hidden states")
-        self.given = next(iter(sources.values())).passage
+        self.given = passage_of(self.frame, next(iter(sources.values())))
         q = self.inputs.get("q")
         ties = [[q], [self.inputs["k"], self.inputs["v"]]] if q and len(sources) > 1 else [list(self.inputs.values())]
         self.groups = {id(x): group for tie in ties for group in [SharedInput(tie)] for x in tie}  # type: ignore
@@ -139,7 +143,8 @@ class Core:
         bound.arguments.update(named)
         summed = self.sums if is_whole else row_axes(self.frame, self.inner) if of_tokens else ()
         if not is_whole:
-            bound.arguments.update({name: self._local(name, value) for name, value in named.items()})
+            local = {n: self._seen_as(value) if n in kept else self._local(n, value) for n, value in named.items()}
+            bound.arguments.update(local)
             if self.frame.splits(self.inner) > 1:
                 batch = self.given.lead[0]
                 lay_caches(bound.arguments, self.frame, self.inner, batch, self.layer, of_tokens)
@@ -148,13 +153,14 @@ class Core:
                     self.cache = ref(value)
                     refuse_filled_cache(value, self.layer, self)
         before, self.frame.summed = self.frame.summed, summed
+        self.has_whole_rows = bool(kept)
         try:
             result = self._outside(forward(*bound.args, **bound.kwargs))
             if isinstance(result, tuple) and len(result) > 1:
-                result = _as(type(result), (result[0], *map(self._besides, result[1:])))
+                result = as_tuple(type(result), (result[0], *map(self._besides, result[1:])))
             return result
         finally:
-            self.groups, self.frame.summed = {}, before
+            self.groups, self.frame.summed, self.has_whole_rows = {}, before, False
 
     def _entered(self, name: str, value: Any) -> Any:
         """Hidden states that are whole, split."""
@@ -164,6 +170,13 @@ class Core:
         if name in HIDDEN and isinstance(value, Hidden) and len(value.passage.lead) == 2:
             return in_sequences(value, self.name)
         return value
+
+    def _is_kept_whole(self, name: str, value: Any) -> bool:
+        """Return whether an argument is hidden states whose rows are whole on every rank, see `whole_rows`."""
+        if value.__class__ is not Tensor or self.is_whole or self.norms_hidden:
+            return False
+        first = next(iter(self.inputs.values()))
+        return may_be_hidden(name, value, first.real_in) and are_few(value, first)
 
     def seen(self, passage: Passage) -> tuple[int, int]:
         """Return the number of sequences of a rank, and their length."""
@@ -181,15 +194,20 @@ class Core:
         width = self.heads * self.head_dim
         return self.local_heads * self.head_dim if passage.features == width else passage.features
 
+    def _seen_as(self, x: Tensor) -> Tensor:
+        """Return hidden states as the module's code gets them."""
+        passage = passage_of(self.frame, x)
+        return placeholder(x, (*self.seen(passage), self._features_seen(passage)))
+
     def _local(self, name: str, value: Any) -> Any:
         if name in PASSED:
             return value
         if isinstance(value, Hidden):
-            return placeholder(value, (*self.seen(value.passage), self._features_seen(value.passage)))
+            return self._seen_as(value)
         if isinstance(value, SplitTensor) and value.dim() == 4 and value.spec.dims[1:] == (self.head_axes, (), ()):
             return bare(value)  # what an earlier attention gave of this rank's heads
         if isinstance(value, Tensor):
-            return self._cut(name, value.gathered() if isinstance(value, SplitTensor) else value)
+            return part_of_rank(self, name, value.gathered() if isinstance(value, SplitTensor) else value)
         if isinstance(value, tuple) and not hasattr(value, "_fields"):
             return tuple(self._local(name, each) for each in value)
         if type(value) is list:
@@ -197,27 +215,6 @@ class Core:
         if type(value) is dict:  # what a forward takes as **kwargs
             return {key: self._local(key, each) for key, each in value.items()}
         return value
-
-    def _cut(self, name: str, x: Tensor) -> Tensor:
-        """Return this rank's sequences and heads of a mask, of positions, or of another argument."""
-        batch, frame = self.given.lead[0], self.frame
-        if name in BIASES and x.dim() == 3 and x.shape[0] in (self.heads, batch * self.heads):
-            return self._cut("", x.unflatten(0, (-1, self.heads))).flatten(0, 1)
-        padded = frame.padded(batch)
-        is_of_heads = x.dim() == 4 and x.shape[1] == self.local_heads  # a bias that the model made of this rank's heads
-        if x.requires_grad and not is_of_heads:
-            sums = tuple(axis for axis in self.sums if axis not in frame.summed)
-            x = used_over(x, Layout(frame.mesh.grid, *[None] * x.dim()), sums, frame.mesh, f"{self.name} {name}")
-        if not self.of_tokens and is_batched(name, x, batch) and batch > 1:
-            passage = Passage(frame, self.inner, (batch,), padded, 1, 1)
-            here = passage.rows_here
-            if padded > batch:
-                x = F.pad(x, (0, 0) * (x.dim() - 1) + (0, padded - batch), value=True if x.dtype == torch.bool else 0)
-            x = x[here.start : here.stop]
-        if x.dim() == 4 and x.shape[1] == self.heads and self.heads > self.local_heads:
-            part = frame.mesh.grid.index(frame.mesh.rank, self.inner.dims[1])
-            x = x[:, part * self.local_heads : (part + 1) * self.local_heads]
-        return x
 
     @property
     def sums(self) -> tuple[str, ...]:
@@ -232,6 +229,8 @@ class Core:
         if not self.groups or (self.is_whole and tuple(x.shape[:-1]) != self.given.lead):
             return by_itself(self, member, x)
         if member is self.output:
+            if self.has_whole_rows:
+                return led_back(self._rows(x), member, self.given, self.inner)
             rows = self._inside(x)
             (y,) = products([member], rows)
             return enter(y.view_as(y), member.passage(rows.passage))
@@ -242,8 +241,12 @@ class Core:
             raise LayoutError(
                 f"parallelize: '{member.name}' of '{self.name}' takes hidden states, and got {tuple(x.shape)}"
             )
-        y = self._as_wanted(member, self.groups[id(member)].result(member, x.source))
-        return self._handed(y, x.source.passage)
+        source, is_split = x.source, isinstance(x.source, Hidden)
+        passage = passage_of(self.frame, source)
+        group = self.groups[id(member)]
+        y = group.result(member, source) if is_split or not is_alone(member) else member.product([member], source)[0]
+        y = y if is_split else rows_of_rank(y, member, passage, self.inner)
+        return self._handed(self._as_wanted(member, y), passage)
 
     def _handed(self, y: Tensor, passage: Passage) -> Tensor:
         """Return rows of this rank's heads as the model's code gets them, [sequences, length, features]."""
@@ -256,12 +259,16 @@ class Core:
         if self.is_whole:
             rows = shard_of(self, x.reshape(*self.given.lead, x.shape[-1]), self.inner)
         else:
-            rows = as_rows(x, self.given, self.inner, self.context) if self.of_tokens else x.reshape(-1, x.shape[-1])
+            rows = self._rows(x)
         width = self.heads * self.head_dim
         given = replace(
             self.given, layout=self.inner, features=width, width=width, sections=1, came_from=self.name, loud=True
         )
         return enter(rows.view_as(rows), given)
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """Return [sequences, length, features] of this rank's heads as rows."""
+        return as_rows(x, self.given, self.inner, self.context) if self.of_tokens else x.reshape(-1, x.shape[-1])
 
     def _check_samples(self, x: Tensor) -> None:
         """Refuse some of the samples, where an adapter behind the heads takes all of them."""
@@ -318,11 +325,19 @@ class Core:
             return result
         if isinstance(result, Tensor):
             splits = 1 if self.is_whole else self.inner.num_splits(1)
-            is_context = result.dim() == 3 and result.shape[2] * splits == self.heads * self.head_dim
-            return self._inside(result) if is_context else result
+            if result.dim() != 3 or result.shape[2] * splits != self.heads * self.head_dim:
+                return result
+            return self._all_rows(result) if self.has_whole_rows else self._inside(result)
         if isinstance(result, tuple) and result:
-            return _as(type(result), (self._outside(result[0]), *result[1:]))
+            return as_tuple(type(result), (self._outside(result[0]), *result[1:]))
         return result
+
+    def _all_rows(self, context: Tensor) -> Hidden:
+        """Return what ranks made of their heads, with whole rows, for an output projection elsewhere."""
+        rows, axes = with_all_rows(self._rows(context), self.beside, self.given, self.inner)
+        width = self.heads * self.head_dim
+        lies = {"layout": with_rows(self.frame, axes), "rows": len(rows), "features": width, "width": width}
+        return enter(rows.view_as(rows), replace(self.given, **lies, across=0, came_from=self.name, loud=True))
 
     @property
     def head_axes(self) -> tuple[str, ...]:
@@ -358,25 +373,6 @@ class AttentionModule(nn.Module):
         return self.ndtp_core.run(self, forward, signature_of(super().forward), args, kwargs)
 
 
-def kv_heads_of(heads: int, kv_heads: int, part: int, splits: int) -> list[int]:
-    """Return the heads of keys and values that the query heads of one of `splits` parts use, as the model's code
-    repeats them.
-    """
-    local, group = heads // splits, heads // kv_heads
-    if kv_heads % splits == 0:
-        count = kv_heads // splits
-        return list(range(part * count, (part + 1) * count))
-    used = [head // group for head in range(part * local, (part + 1) * local)]
-    return used[:1] if group % local == 0 else used
-
-
-def is_batched(name: str, x: Tensor, batch: int) -> bool:
-    """Return whether an argument has a part for each sequence, as a mask or positions do; not where it is [sequence,
-    head_dim].
-    """
-    return x.dim() >= 2 and x.shape[0] == batch and not (name == "position_embeddings" and x.dim() == 2)
-
-
 def place_core(module: nn.Module, core: Core) -> None:
     """Let an attention module run on this rank's heads and sequences."""
     module.__class__ = class_of(AttentionModule, type(module))
@@ -384,12 +380,9 @@ def place_core(module: nn.Module, core: Core) -> None:
     core.layer = getattr(module, "layer_idx", None)
     for member in (*core.inputs.values(), *([core.output] if core.output is not None else [])):
         member.core = core
+    for member in core.inputs.values():
+        member.leads_into = core.inner
     core.parts = parts_of(module)
     before = dict(vars(module))
     core.config = take_heads(module, core, core.local_heads, len(core.kv_per_rank))
     core.dense = {name: value for name, value in before.items() if vars(module).get(name) is not value}
-
-
-def _as(kind: type, parts: tuple[Any, ...]) -> Any:
-    """Parts of a module's result as a tuple of its class, which may give them names."""
-    return kind(*parts) if hasattr(kind, "_fields") else parts

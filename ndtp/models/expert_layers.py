@@ -25,6 +25,7 @@ from ndtp.compute.epilogues import ACTIVATIONS
 from ndtp.models.adopted import Adopted, adopt
 from ndtp.models.frame import Frame
 from ndtp.models.hidden import Hidden, enter, leave, split, whole
+from ndtp.models.whole_rows import are_few
 from ndtp.nn.experts import Experts
 from ndtp.nn.hooks import parts_have_hooks
 from ndtp.nn.padding import padded_to, zero_padding
@@ -108,6 +109,7 @@ class SplitExperts(Adopted, Experts):
             return self._as_dense(hidden_states, top_k_index, top_k_weights)
         lies, tokens, mesh, frame = self.layouts.input, self.plan.tokens, self.mesh, self.frame
         x = hidden_states
+        is_whole = are_few(x, self)
         if isinstance(x, Hidden) and (x.passage.layout != lies or x.passage.width != self.width):
             frame.note(f"'{self.name}', which takes [{lies.label('MK')}],", x.passage)
             x = whole(x)
@@ -129,7 +131,8 @@ class SplitExperts(Adopted, Experts):
         kept = choice < self.count
         y = Experts.forward(self, self._moved(rows, lies, tokens), choice.clamp(max=self.count - 1), gates, kept)
         y = self._moved(y, tokens, lies)
-        return enter(y.view_as(y), replace(passage, came_from=self.name))
+        y = enter(y.view_as(y), replace(passage, came_from=self.name))
+        return whole(y) if is_whole else y
 
     def held(self, name: str) -> Tensor | None:
         """A parameter as it lies; on a grid of one rank it is a plain one, whose halves lie one behind the other."""

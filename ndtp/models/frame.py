@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ndtp.algebra.layout import Layout
+from ndtp.algebra.stationary import WHOLE_ROWS
 from ndtp.models.fused_order import order_of
+from ndtp.models.whole_gains import Gains
 from ndtp.runtime.of_turn import OfTurn
 from ndtp.runtime.process_grid import ProcessGrid
 
@@ -51,6 +53,10 @@ class Frame:
         writes: as of `ndtp.split.spec.Context`.
         shared: what keeps results of several layers for those that have not asked for theirs, by its identity; `forget`
             lets them go.
+        gains: of norms, as wholes.
+        dropouts: of the model, None before its first forward.
+        draws: whether some of them are on, though the model is not in training: they have one mask for the whole.
+        whole: how activations with whole rows lie, by their sizes, see `ndtp.models.whole_rows`.
         ranges: the rows of a rank, by a layout's identity (the layout stands beside them) and the number of rows.
     """
 
@@ -68,12 +74,26 @@ class Frame:
     losses: dict[Any, Any] = field(default_factory=dict)
     trials: dict[Any, Any] = field(default_factory=dict)
     writes: dict[int, int] = field(default_factory=dict)
+    whole: dict[tuple[int, ...], Passage] = field(default_factory=dict)
+    dropouts: list[nn.Module] | None = None
     ranges: dict[tuple[int, int], tuple[Layout, range]] = field(default_factory=dict)
     running = OfTurn(list)
     has_labels = OfTurn(bool)
     has_split_loss = OfTurn(bool)
     summed = OfTurn(tuple)
     shared = OfTurn(dict)
+
+    draws = OfTurn(bool)
+
+    def __post_init__(self) -> None:
+        self.gains = Gains(self.mesh)
+
+    def begin(self, model: nn.Module) -> None:
+        """Begin a forward of the model."""
+        self.gains.begin()
+        if self.dropouts is None:
+            self.dropouts = [each for each in model.modules() if isinstance(each, nn.modules.dropout._DropoutNd)]
+        self.draws = any(each.training for each in self.dropouts)
 
     def forget_shared(self) -> None:
         """Let go of results that were computed with others and that nobody has asked for, and of their graphs."""
@@ -90,6 +110,11 @@ class Frame:
                 stacklevel=5,
             )
         self.gathered[key] = self.gathered.get(key, 0) + 1
+
+    @property
+    def whole_rows(self) -> int:
+        """Return up to how many rows without gradients are whole on every rank; none of a stage."""
+        return 0 if self.always_cuts else WHOLE_ROWS
 
     def padded(self, count: int) -> int:
         return -(-count // self.sequences) * self.sequences

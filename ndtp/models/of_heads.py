@@ -236,6 +236,7 @@ def _place_norm(
     if is_key and role.kv_heads % inner.num_splits(1):
         layer.gathers, core.normed = True, (core.inputs["k"],)
     first = layer.of_heads if OF_QUERIES.search(own) or OF_KEYS.search(own) else layer.of_hidden
+    core.norms_hidden |= first is layer.of_hidden is not None
     plan = first or layer.of_heads or layer.of_hidden
     assert plan is not None
     layer.norm_plan, layer.offset, layer.eps_name = plan, found.norm.offset, found.norm.eps_name

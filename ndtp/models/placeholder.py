@@ -15,7 +15,7 @@ from ndtp.models.hidden import Hidden
 class Placeholder(Tensor):
     """Hidden states as an attention module sees them: of the sequences of this rank, to be projected, nothing else."""
 
-    source: Hidden
+    source: Tensor
     seen: tuple[int, ...]
 
     @classmethod
@@ -32,14 +32,22 @@ class Placeholder(Tensor):
             return func(*given, **(kwargs or {}))
         name = str(getattr(func, "__name__", func)).strip("_")
         mine: Any = next(x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Placeholder))
+        if mine.is_added_to(args):
+            return func(*[x.source if isinstance(x, Placeholder) else x for x in args], **(kwargs or {}))
+        lies = mine.source.passage if isinstance(mine.source, Hidden) else tuple(mine.source.shape)
         raise LayoutError(
             f"parallelize: an attention module computes {name} of its hidden states before it projects them, which are "
-            f"split: {mine.source.passage}\n  fix: leave its projections whole, by keep=; of adapters that were "
+            f"split: {lies}\n  fix: leave its projections whole, by keep=; of adapters that were "
             "put on since, parallelize(model) once more"
         )
 
+    def is_added_to(self, args: Any) -> bool:
+        """Return whether hidden states with whole rows meet what has their sizes: what the module gives."""
+        others = [x for x in args if isinstance(x, Tensor) and not isinstance(x, Placeholder)]
+        return len(others) > 0 and all(x.shape == self.source.shape for x in others)
 
-def placeholder(source: Hidden, seen: tuple[int, ...]) -> Tensor:
+
+def placeholder(source: Tensor, seen: tuple[int, ...]) -> Tensor:
     x = torch.empty((), dtype=source.dtype, device=source.device)
     x.__class__ = Placeholder
     x.source, x.seen = source, seen  # type: ignore[attr-defined]

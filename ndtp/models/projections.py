@@ -27,6 +27,7 @@ from ndtp.models.joint_product import Used, parts_of, side_by_side
 from ndtp.models.settled import settled_product
 from ndtp.models.shared_input import SharedInput
 from ndtp.models.signatures import OF_TORCH, as_dense_input, input_by_name
+from ndtp.models.whole_rows import is_alone, takes_whole, whole_products, whole_result
 from ndtp.ops.products import chain, relayout
 from ndtp.runtime.arrival import local_shard
 
@@ -49,6 +50,7 @@ class Projection(Adopted):
         sections: sizes of parts of its features, each of which is split by itself; none where they are one part.
         order: of its features, as the product has them; None where that is the dense one.
         gives: how its result lies.
+        leads_into: how the result lies inside of an MLP or an attention that it leads into; None of another one.
         leads_in: whether it takes hidden states and gives what is inside of a block, or the other way.
         adapts: of an adapter's layer, the one beside it; `gives_features` is its second.
     """
@@ -61,6 +63,7 @@ class Projection(Adopted):
     sections: tuple[int, ...]
     order: Tensor | None
     gives: Layout
+    leads_into: Layout | None
     leads_in: bool
     is_conv: bool
     group: SharedInput | None
@@ -77,6 +80,13 @@ class Projection(Adopted):
             x = as_dense_input(x, self.name)
         if self.core is not None:
             return self.core.projected(self, x)
+        if takes_whole(self, x):
+            y = (
+                self.group.result(self, x)
+                if self.group is not None and not is_alone(self)
+                else self.product([self], x)[0]
+            )
+            return whole_result(self, y, x)
         if self.schedule is not None and (made := self.schedule.called(self, x)) is not None:
             return made
         if not isinstance(x, Hidden):
@@ -89,6 +99,9 @@ class Projection(Adopted):
 
     def product(self, members: Sequence[Any], x: Tensor) -> list[Any]:
         """Return the results of several layers of one input, by one product."""
+        is_whole_input = self.core is not None and x.__class__ is not Hidden  # of an attention with whole rows
+        if is_whole_input or takes_whole(self, x):
+            return whole_products(members, x)
         return products(members, self.taken(x))
 
     def as_given(self, y: Tensor, given: Passage) -> Hidden:
@@ -241,7 +254,7 @@ def place_projection(
     layer.plan, layer.stored, layer.leads_in, layer.is_conv = plan, stored, leads_in, is_conv
     layer.width, layer.out_width = (width, inner) if leads_in else (inner, width)
     layer.sections, layer.group, layer.core, layer.loud = tuple(sections), None, None, True
-    layer.order, layer.gives = order, gives
+    layer.order, layer.gives, layer.leads_into = order, gives, None
     layer.adapts, layer.gives_features, layer.schedule = None, False, None
     plan.check_divides({"m": 0, "k": layer.width, "n": layer.out_width})
     layer.placed("weight", stored, shape)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path
 
-from ndtp.models.attention_core import BIASES, HIDDEN, PASSED, is_batched, kv_heads_of
+from ndtp.models.attention_inputs import BIASES, HIDDEN, PASSED, is_batched, kv_heads_of
 from ndtp.models.between import DROPOUTS, FACTS, SIZES
 from ndtp.models.fused_order import heads_in_order
 from ndtp.models.local_heads import take_heads

@@ -28,10 +28,16 @@ def mode_of(x: Tensor) -> tuple[bool, bool, torch.dtype | None]:
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), dtype
 
 
+def is_saved_by_hooks() -> bool:
+    """Return whether hooks decide what autograd keeps, as those of a checkpoint do."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
 class Member(Protocol):
     """A layer that may be computed with others."""
 
     frame: Frame
+    name: str
 
     def product(self, members: Sequence[Any], x: Tensor) -> list[Any]:
         """Return the results of several layers of one input, by one product."""
@@ -43,7 +49,7 @@ class _Waiting:
     Attributes:
         source, state, mode: the input, what it was like, and how its product was computed; None where nothing waits.
         results: by layer.
-        weights: what they were when the results were computed.
+        weights: by layer, its own, and what they were when the results were computed.
     """
 
     __slots__ = ("mode", "results", "source", "state", "weights")
@@ -53,7 +59,7 @@ class _Waiting:
         self.state: Any = None
         self.mode: Any = None
         self.results: dict[int, Any] = {}
-        self.weights: WeightsThen = ((), [], b"", ())
+        self.weights: dict[int, tuple[SeenWeights, WeightsThen]] = {}
 
 
 class SharedInput:
@@ -67,7 +73,7 @@ class SharedInput:
 
     def __init__(self, members: Sequence[Member]) -> None:
         self.members, self.are_apart = list(members), False
-        self.weights = SeenWeights(self.members)  # type: ignore[arg-type]
+        self.weights = [SeenWeights([each]) for each in self.members]  # type: ignore[list-item]
 
     def result(self, member: Member, x: Tensor) -> Any:
         mode, state, waiting = mode_of(x), state_of(x), self.waiting
@@ -76,17 +82,35 @@ class SharedInput:
         # A hook may change a weight that is used later.
         if self.are_apart or any(map(pre_hooks, self.members)):  # type: ignore[arg-type]
             return member.product([member], x)[0]
-        weights = self.weights.now()
-        if not is_same or waiting.state != state or id(member) not in waiting.results:
-            made = member.product(self.members, x)
-            waiting.source, waiting.state, waiting.mode, waiting.weights = x, state, mode, weights
-            waiting.results = {id(m): y for m, y in zip(self.members, made, strict=True)}
+        key = id(member)
+        if not is_same or waiting.state != state or key not in waiting.results:
+            members = self._beside(member) if is_saved_by_hooks() else self.members
+            waiting.weights = {
+                id(m): (weights, weights.now())
+                for m, weights in zip(self.members, self.weights, strict=True)
+                if m is not member and m in members
+            }
+            made = member.product(members, x)
+            waiting.source, waiting.state, waiting.mode = x, state, mode
+            waiting.results = {id(m): y for m, y in zip(members, made, strict=True)}
             if mode[0]:  # decoding calls all of them
                 member.frame.shared[id(self)] = self
-        found, then = waiting.results.pop(id(member)), waiting.weights
+            return self._taken(waiting, key)
+        now = waiting.weights.pop(key, None)
+        is_own = now is not None and now[0].now()[:3] == now[1][:3]
+        found = self._taken(waiting, key)
+        return found if is_own else member.product([member], x)[0]
+
+    def _beside(self, member: Member) -> list[Member]:
+        """Return the layers of one module: a checkpoint, which computes one module again, holds no other's results."""
+        own = member.name.rpartition(".")[0]
+        return [each for each in self.members if each.name.rpartition(".")[0] == own]
+
+    def _taken(self, waiting: _Waiting, key: int) -> Any:
+        found = waiting.results.pop(key)
         if not waiting.results:
             waiting.source = None
-        return found if then[:3] == weights[:3] else member.product([member], x)[0]
+        return found
 
     def forget(self) -> None:
         self.waiting = _Waiting()

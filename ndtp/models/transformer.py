@@ -220,6 +220,8 @@ class Split(Placing):
             for name in role.ups
         ]
         in_group(ups)
+        for layer in ups:
+            layer.leads_into = self.layouts.hidden
         layers = [*ups, place_projection(modules[role.down], role.down, leads_in=False, pad_to=pad_to, **place)]
         inside = [each for each in modules[role.name].modules() if each is not modules[role.name]]
         # What an autograd.Function of the model's computes is nothing that could be noted.

@@ -1,9 +1,10 @@
 """The choice of a grid for decoding: one token of each sequence a step, with weights that stay where they are.  Pure.
 
 A step reads all weights and all cached keys and values once, and multiplies few rows: memory bounds it, and the latency
-of collectives.  In 1D every rank sends and receives whole hidden states of all sequences.  With features split over x
-and y (`2d-features`, `2d`) weights stay as well, and what moves shrinks with the root of the ranks (Pope et al. 2022,
-"Efficiently scaling transformer inference").  `3d` gathers weights over z, which pays for thousands of rows.
+of collectives.  Up to `WHOLE_ROWS` sequences are whole on every rank, and weights stay in every scheme, see
+`ndtp.algebra.stationary`.  Beyond, `1d` sends and receives whole hidden states of all sequences; with features split
+over x and y (`2d-features`, `2d`) weights stay as well, and what moves shrinks with the root of the ranks; `3d` gathers
+weights over z, which pays for thousands of rows (Pope et al. 2022, "Efficiently scaling transformer inference").
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from typing import Any
 from ndtp.algebra.grid import Grid, divisors
 from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.algebra.schemes import block_layouts
+from ndtp.algebra.stationary import WHOLE_ROWS
 from ndtp.dtypes import SIZES
 from ndtp.errors import GridError
+from ndtp.planner.decode_calls import calls_of_step, pairs_of
 from ndtp.planner.fields import Number, in_digits
 from ndtp.planner.grids import Grids
 from ndtp.planner.hardware import MAX_RANKS, Hardware
@@ -213,25 +216,14 @@ class _Clock:
         self.cache_bytes = model.layers * layer_bytes
         parameters = sum(block.times * block.parameters for block in model.blocks(1)) + model.ends(1).parameters
         self.weight_bytes = parameters * self.itemsize / self.spread
-        self.calls = self._calls()
-
-    def _pairs(self) -> Iterator[tuple[float, int, int, int]]:
-        """The pairs of products of the model: (how many, features in, features between and up, features out)."""
-        model, batch = self.question.model, self.question.batch
-        inner = model.heads * model.head
-        yield model.layers, inner + 2 * model.keys * model.head, inner, 1
-        for block in model.blocks(1):
-            if block.name == "attention":
-                continue
-            experts = block.experts and block.experts * (1 - (1 - block.top_k / block.experts) ** batch)
-            yield block.times, sum(block.outs), block.inner, max(round(experts), 1) if experts else 1
+        self.calls = calls_of_step(question.model, self.layouts, question.batch, sizes["dp"], self.itemsize)
 
     def products(self) -> float:
         """Return the seconds of all products of a step."""
         model = self.question.model
         up, down = self.layouts.plans()
         total: Any = 0.0
-        for times, wide, inner, experts in self._pairs():
+        for times, wide, inner, experts in pairs_of(model, self.question.batch):
             for plan, n, k in ((up, wide, model.hidden), (down, model.hidden, inner)):
                 each, start = self._product(plan, n, k, experts), self.question.hardware.launch_us * 1e-6
                 total += times * (experts * (each - start) + start)  # experts are one grouped product
@@ -239,6 +231,8 @@ class _Clock:
 
     def _product(self, plan: MatMulPlan, n: int, k: int, experts: int) -> Any:
         held = {letter: plan.grid.size(plan.orders[letter]) for letter in "mnk"}
+        if experts == 1 and self.question.batch <= WHOLE_ROWS * self.sizes["dp"]:  # on every rank
+            held = {"m": self.sizes["dp"], "n": plan.b.num_splits(0), "k": plan.b.num_splits(1)}
         rows = max(self.question.batch / held["m"] / experts, 1.0)
         return gemm_seconds(self.question.hardware, rows, n / held["n"], k / held["k"], self.question.dtype)
 
@@ -252,33 +246,3 @@ class _Clock:
                 moved += times * received / len(axes) * float(per_byte)
                 latency += times * float(once)
         return moved, latency
-
-    def _calls(self) -> dict[tuple[str, tuple[str, ...], float], float]:
-        """Return how often each collective runs: (kind, axes, bytes that a rank receives)."""
-        model, batch = self.question.model, self.question.batch
-        up, down = self.layouts.plans()
-        calls: dict[tuple[str, tuple[str, ...], float], float] = {}
-
-        def add(times: float, plan: MatMulPlan, n: int, k: int) -> None:
-            for entry in plan.volume((batch, k, n), self.itemsize):
-                if entry.phase == "forward":
-                    key = entry.collective, entry.axes, float(entry.num_bytes)
-                    calls[key] = calls.get(key, 0.0) + times
-
-        for times, wide, inner, _ in self._pairs():
-            add(times, up, _padded(wide, self.spread), model.hidden)
-            add(times, down, model.hidden, _padded(inner, self.spread))
-        add(1, up, _padded(model.vocabulary, self.spread), model.hidden)
-        features = self.grid.nontrivial(self.layouts.input.dims[1])
-        if features:  # two norms a layer, of one number a row
-            rows = batch / self.layouts.input.num_splits(0)
-            calls["all_reduce", features, rows * 8.0] = 2.0 * model.layers + 1
-        whole = self.grid.nontrivial((*self.layouts.hidden.dims[0][1:], *self.layouts.hidden.dims[1]))
-        if whole:  # logits, whole on every rank
-            received = batch / self.sizes["dp"] * model.vocabulary * self.itemsize
-            calls["all_gather", whole, received] = 1.0
-        return calls
-
-
-def _padded(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple

@@ -54,3 +54,35 @@ def check_copies():
 
 def test_a_model_can_be_copied_after_any_step(ranks):
     ranks(2).run(check_copies)
+
+
+class Blocks(nn.Module):
+    """Blocks that all look at one input, each in a checkpoint of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({name: nn.Linear(8, 8) for name in ("query", "key", "value")}) for _ in range(2)
+        )
+
+    def forward(self, x, c):
+        for block in self.blocks:
+            run = lambda x, b=block: x + b["query"](x) * b["key"](c).tanh() * b["value"](c)  # noqa: E731
+            x = checkpoint(run, x, use_reentrant=False)
+        return x
+
+
+def check_blocks():
+    torch.manual_seed(0)
+    x, c = torch.randn(2, 4, 8).double()
+    dense = Blocks().double()
+    model = ndtp.parallelize(copy.deepcopy(dense), mesh_of(Grid(x=2)), scheme="1d")
+    for _ in range(2):
+        for each in (dense, model):
+            each(x, c).square().sum().backward()
+    for mine, theirs in zip(model.parameters(), dense.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
+
+
+def test_checkpointed_blocks_of_one_input_hold_no_result_of_another(ranks):
+    ranks(2).run(check_blocks)

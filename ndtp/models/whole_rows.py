@@ -1,0 +1,337 @@
+"""Few rows without gradients are whole on every rank: what decoding does, one token of each sequence a step.
+
+Weights stay where they lie, whatever axes split them.  Hidden states are plain tensors, the same on every rank: each
+multiplies its part of their features by its shard of the weight, and one all-reduce makes the result whole.
+
+    C[M, N] = AR( A[M, K_in] . B[N_out, K_in], at its place in zeros [M, N] )
+
+Where the layer behind it wants its features split over the first axes that split this one's, as in an MLP and in an
+attention, those axes are not summed over: C[M, N_t].  Norms and residuals are those of one rank.
+
+Source: the weight-stationary layouts of Pope et al. 2022, "Efficiently scaling transformer inference".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ndtp.algebra.layout import Layout
+from ndtp.algebra.matmul_plan import MatMulPlan
+from ndtp.algebra.relayouts import RelayoutPlan
+from ndtp.algebra.stationary import Axes, in_common, summed_axes
+from ndtp.algebra.steps import Step
+from ndtp.compute.constants import constant_on
+from ndtp.models.frame import Frame, Passage, led_to
+from ndtp.models.hidden import Hidden, enter, leave
+from ndtp.models.settled import Settled, Settlements, uses_of
+from ndtp.nn.padding import zero_padding
+from ndtp.nn.sharded import Lies
+from ndtp.ops.few_rows import is_inference
+from ndtp.ops.moving import moved, way_of
+from ndtp.runtime.arrival import local_of
+from ndtp.runtime.grid_like import GridLike
+
+if TYPE_CHECKING:
+    from ndtp.runtime.moves import Way
+
+
+class StationaryLayer(Protocol):
+    """A projection of a stock model, see `ndtp.models.projections`."""
+
+    name: str
+    frame: Frame
+    mesh: Any
+    plan: MatMulPlan
+    stored: Layout
+    order: Tensor | None
+    leads_into: Layout | None
+    core: Any
+    loud: bool
+    training: bool
+    width: int
+    out_width: int
+    lies: dict[str, Lies]
+    settled: Settlements
+    _parameters: dict[str, Any]
+
+    @property
+    def real_in(self) -> int:
+        """Return the features that it takes, without padding."""
+
+    @property
+    def real_out(self) -> int:
+        """Return those that it gives."""
+
+    @property
+    def features_dim(self) -> int:
+        """Return the dim of the weight that holds them."""
+
+    def held(self, name: str) -> Tensor | None:
+        """Return a parameter, or what was computed in its place."""
+
+    def checked(self, name: str, value: Tensor | None, x: Tensor | None) -> Tensor | None:
+        """Return what `held` gave, which is to be used with x."""
+
+
+def are_few(x: Tensor, layer: Any) -> bool:
+    """Return whether the rows of a plain tensor [.., features] are to stay whole in a layer.
+
+    It is decided by what is the same on all ranks that share rows.
+    """
+    if x.__class__ is not Tensor or x.dim() < 2:
+        return False
+    frame: Frame = layer.frame
+    if layer.training or frame.draws:
+        return False
+    return 0 < x.numel() <= frame.whole_rows * x.shape[-1] and is_inference(x, frame.mesh)
+
+
+def takes_whole(layer: StationaryLayer, x: Tensor) -> bool:
+    """Return whether a layer of no attention multiplies rows that are whole, and few."""
+    weight, frame = layer._parameters.get("weight"), layer.frame
+    if layer.core is not None or (weight is not None and weight.dtype != x.dtype):
+        return False
+    if layer is frame.head and (frame.has_labels or x.shape[-2:-1] != (1,)):
+        return False  # logits of a prompt stay split, as the loss takes them
+    if x.__class__ is not Hidden:
+        return x.shape[-1:] == (layer.real_in,) and are_few(x, layer)
+    passage: Passage = x.passage  # type: ignore[attr-defined]
+    known = vars(layer).get("ndtp_takes_whole")
+    if known is None or known[0] is not passage:
+        known = vars(layer)["ndtp_takes_whole"] = (passage, _fits(layer, passage))
+    return known[1] and not (layer.training or frame.draws) and is_inference(leave(x), frame.mesh)  # type: ignore[no-any-return]
+
+
+def _fits(layer: StationaryLayer, passage: Passage) -> bool:
+    """Return whether activations have whole, few rows, and such features as the layer's weight begins with."""
+    frame, grid = passage.frame, passage.layout.grid
+    rows, axes = (grid.nontrivial(dims) for dims in passage.layout.dims)
+    return (
+        rows == grid.nontrivial(frame.outside.dims[0])
+        and axes == _in_axes(layer)[: len(axes)]
+        and (passage.sections, passage.across, passage.width) == (1, 0, layer.width)
+        and 0 < passage.rows == math.prod(passage.lead) <= frame.whole_rows
+    )
+
+
+def _in_axes(layer: StationaryLayer) -> Axes:
+    return layer.mesh.grid.nontrivial(layer.stored.dims[1 - layer.features_dim])
+
+
+def _out_axes(layer: StationaryLayer) -> Axes:
+    return layer.mesh.grid.nontrivial(layer.stored.dims[layer.features_dim])
+
+
+def result_axes(layer: StationaryLayer) -> Axes:
+    """Return the axes that split the features of a result with whole rows: the first ones that split the layer's own,
+    as far as what it leads into has its features split over them.
+    """
+    if layer.order is not None or layer.leads_into is None:
+        return ()
+    return in_common(_out_axes(layer), layer.mesh.grid.nontrivial(layer.leads_into.dims[1]))
+
+
+def with_rows(frame: Frame, axes: Axes) -> Layout:
+    """Return the layout of activations with whole rows, and features that these axes split."""
+    return Layout(frame.mesh.grid, frame.outside.dims[0], axes)
+
+
+def passage_of(frame: Frame, x: Tensor) -> Passage:
+    """Return how an activation lies; one with whole rows has the padding that ranks which split them would have."""
+    if isinstance(x, Hidden):
+        return x.passage
+    key = tuple(x.shape)
+    found = frame.whole.get(key)
+    if found is None:
+        if len(frame.whole) >= 64:
+            frame.whole.clear()
+        lead, features = key[:-1], key[-1]
+        rows, across = frame.rows_of(lead)
+        found = Passage(frame, frame.outside, lead, rows, features, features, across=across)
+        frame.whole[key] = found
+    return found
+
+
+def whole_products(members: Sequence[StationaryLayer], x: Tensor) -> list[Tensor]:
+    """Return [rows, features] of layers of one input with whole rows, as `result_axes` splits the features."""
+    if x.__class__ is not Hidden:
+        return product_of_rows(members, x.reshape(-1, x.shape[-1]), ())
+    passage: Passage = x.passage  # type: ignore[attr-defined]
+    rows = leave(x)
+    if passage.width != passage.features:
+        rows = zero_padding(rows, passage.layout, members[0].mesh, passage.features)
+    return product_of_rows(members, rows, passage.layout.grid.nontrivial(passage.layout.dims[1]))
+
+
+def product_of_rows(members: Sequence[StationaryLayer], rows: Tensor, axes: Axes) -> list[Tensor]:
+    """Return [rows, features] of layers, of rows [rows, features] whose features `axes` split."""
+    first = members[0]
+    key = ("whole", axes, rows.shape, rows.dtype, first.mesh.collectives, *members)
+    return (first.settled.found(key) or _settle(members, rows, axes, key))(rows)  # type: ignore[no-any-return]
+
+
+def is_alone(layer: StationaryLayer) -> bool:
+    """Return whether nothing is sent for a layer's result with whole rows, so that no other one shares it."""
+    known = vars(layer).get("ndtp_is_alone")
+    if known is None:
+        known = not summed_axes(layer.mesh.grid, _out_axes(layer), result_axes(layer), _in_axes(layer))
+        vars(layer)["ndtp_is_alone"] = known
+    return known  # type: ignore[no-any-return]
+
+
+def whole_result(layer: StationaryLayer, y: Tensor, x: Tensor) -> Tensor:
+    """Return a result with whole rows as the model's code gets it: a plain tensor, where its features are whole."""
+    lead = x.passage.lead if x.__class__ is Hidden else x.shape[:-1]  # type: ignore[attr-defined]
+    if layer.leads_into is None or not result_axes(layer):
+        return _as_plain(y, layer, lead)
+    given = passage_of(layer.frame, x)
+    return enter(y.view_as(y), led_to(layer, given, lambda given: _led_to(layer, given)))
+
+
+def _as_plain(y: Tensor, layer: StationaryLayer, lead: Sequence[int]) -> Tensor:
+    width = layer.real_out
+    return (y if y.shape[1] == width else y[:, :width]).reshape(*lead, width)
+
+
+def _led_to(layer: StationaryLayer, given: Passage) -> Passage:
+    return replace(
+        given, layout=with_rows(layer.frame, result_axes(layer)), rows=math.prod(given.lead), across=0,
+        features=layer.real_out, width=layer.out_width, sections=1, came_from=layer.name, loud=layer.loud,
+    )  # fmt: skip
+
+
+def rows_of_rank(y: Tensor, layer: StationaryLayer, passage: Passage, inner: Layout) -> Tensor:
+    """Return what a rank has of a projection's result with whole rows: its sequences, and the features of its heads.
+
+    Args:
+        passage: of the projection's input.
+        inner: the layout of [rows, features] between an attention's projections.
+    """
+    known = vars(layer).get("ndtp_rows_of_rank")
+    if known is None or known[0] is not passage:
+        grid, rank, axes = inner.grid, layer.mesh.rank, inner.grid.nontrivial(inner.dims[1])
+        rest, size = (axes[len(result_axes(layer)) :], y.shape[1]) if layer.order is None else (axes, len(layer.order))
+        columns = _block(size, grid.size(rest), grid.index(rank, rest))
+        known = vars(layer)["ndtp_rows_of_rank"] = (passage, columns, replace(passage, layout=inner).rows_here)
+    _, columns, here = known
+    if layer.order is not None:
+        y = y.index_select(1, constant_on(layer.order, y.device)[columns.start : columns.stop])
+    elif len(columns) < y.shape[1]:
+        y = y[:, columns.start : columns.stop]
+    if passage.rows != len(y) or passage.across > 1:
+        y = passage.laid(y)
+    return y[here.start : here.stop].contiguous() if len(here) < len(y) else y.contiguous()
+
+
+def led_back(rows: Tensor, layer: StationaryLayer, given: Passage, inner: Layout) -> Tensor:
+    """Return hidden states with whole rows, of what the ranks made of their heads.
+
+    Args:
+        rows: a rank's [rows, features], as `inner` lays them out.
+        layer: the projection that leads back.
+        given: how the attention's input lies.
+    """
+    rows, axes = with_all_rows(rows, layer, given, inner)
+    return _as_plain(product_of_rows([layer], rows, axes)[0], layer, given.lead)
+
+
+def with_all_rows(rows: Tensor, layer: StationaryLayer, given: Passage, inner: Layout) -> tuple[Tensor, Axes]:
+    """Return a rank's rows with those of the others, and the axes that split their features; as `led_back`."""
+    known = vars(layer).get("ndtp_with_all_rows")
+    if known is None or known[0] is not inner:
+        axes = in_common(inner.grid.nontrivial(inner.dims[1]), _in_axes(layer))
+        plan = RelayoutPlan(inner, with_rows(layer.frame, axes), name=f"{layer.name} rows")
+        known = vars(layer)["ndtp_with_all_rows"] = (inner, axes, plan)
+    _, axes, plan = known
+    rows = moved(rows, plan.steps, layer.mesh, plan.name, "forward")
+    return given.in_order(rows) if given.across > 1 or len(rows) > math.prod(given.lead) else rows, axes
+
+
+def _settle(members: Sequence[StationaryLayer], rows: Tensor, axes: Axes, key: Hashable) -> Settled:
+    first = members[0]
+    layers = [(member.checked("weight", member.held("weight"), rows), member.held("bias")) for member in members]
+    both = [None if p is None else local_of(p) for layer in layers for p in layer]
+    product = WholeProduct(members, axes, first.mesh)
+    run = lambda rows, shards: product(rows, shards[::2], shards[1::2])  # noqa: E731
+    found = [uses_of(member, ("weight", "bias"), pair) for member, pair in zip(members, layers, strict=True)]
+    if None not in found:
+        return first.settled.add(key, Settled([use for uses in found for use in uses or ()], run))
+    return Settled((), lambda rows, _: run(rows, both))  # computed weights: of this call alone
+
+
+class WholeProduct:
+    """A product of few whole rows by layers of one input, of one shape; see the module.
+
+    Args:
+        given: the axes that split the features of the input, with which those of the weights begin.
+    """
+
+    def __init__(self, members: Sequence[StationaryLayer], given: Axes, mesh: GridLike) -> None:
+        first, grid, self._mesh = members[0], mesh.grid, mesh
+        here = lambda axes, size: _block(size, grid.size(axes), grid.index(mesh.rank, axes))  # noqa: E731
+        into, out, self._name = result_axes(first), _out_axes(first), first.name
+        own, seen = here(_in_axes(first), first.width), here(given, first.width)
+        self._columns = range(own.start - seen.start, own.stop - seen.start)
+        self._sums = summed_axes(grid, out, into, _in_axes(first))
+        self._way: Way | None = None
+        self._multiply = mesh.gemm.bound_product(False, first.plan.transpose_b, 2)
+        self._widths, self._places, self._biases = [], [], []
+        start = 0
+        for member in members:
+            wanted, made = here(into, member.out_width), here(out, member.out_width)
+            axes = grid.nontrivial(member.lies["bias"].layout.dims[0]) if "bias" in member.lies else ()
+            bias = here(axes, member.out_width)
+            is_mine = all(grid.index(mesh.rank, (axis,)) == 0 for axis in self._sums if axis not in axes)
+            at = range(max(bias.start, wanted.start), min(bias.stop, wanted.stop))
+            moved = start - wanted.start
+            self._widths.append(len(wanted))
+            self._places.append(slice(made.start + moved, made.stop + moved))
+            self._biases.append(
+                (slice(at.start + moved, at.stop + moved), slice(at.start - bias.start, at.stop - bias.start))
+                if is_mine and len(at) else None
+            )  # fmt: skip
+            start += len(wanted)
+        self._is_filled = all(
+            len(range(start)[place]) == n for place, n in zip(self._places, self._widths, strict=True)
+        )
+
+    def __call__(self, rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+        """Return the result of each layer, [rows, features].
+
+        Args:
+            weights, biases: this rank's shards, as they are stored.
+        """
+        first, last = self._columns.start, self._columns.stop
+        if last > rows.shape[1]:  # padding, which no rank has of a whole activation
+            rows = F.pad(rows, (0, last - rows.shape[1]))
+        rows = rows if last - first == rows.shape[1] else rows[:, first:last].contiguous()
+        made = [self._multiply(rows, weight) for weight in weights]
+        y = self._laid(made)
+        for bias, place in zip(biases, self._biases, strict=True):
+            if bias is not None and place is not None:
+                y[:, place[0]] += bias[place[1]]
+        if self._sums:
+            if self._way is None:
+                self._way = way_of(y, (Step("all_reduce", self._sums),), self._mesh, self._name, "forward")
+            y = self._way.carried(y)
+        return [y] if len(made) == 1 else [part.contiguous() for part in y.split(self._widths, 1)]
+
+    def _laid(self, made: Sequence[Tensor]) -> Tensor:
+        """Return the products side by side, each at its place in zeros."""
+        if self._is_filled:
+            return made[0] if len(made) == 1 else torch.cat(list(made), 1)
+        y = made[0].new_zeros(made[0].shape[0], sum(self._widths))
+        for part, place in zip(made, self._places, strict=True):
+            y[:, place] = part
+        return y
+
+
+def _block(size: int, count: int, index: int) -> range:
+    return range(size // count * index, size // count * (index + 1))
