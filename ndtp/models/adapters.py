@@ -83,7 +83,7 @@ def _place(
     placed.gives_features, placed.schedule = False, None
     # No child of it: peft turns the gradients of an adapter's modules on and off, and leaves those of the base.
     vars(placed)["adapts"] = base
-    placed.order, placed.gives, placed.leads_into = order, plan.out, None
+    placed.order, placed.gives, placed.leads_into, placed.is_last = order, plan.out, None, False
     plan.check_divides({"m": 0, "k": placed.width, "n": placed.out_width})
     placed.placed("weight", stored, shape)
     bias = plan.bias if stored == plan.b else Layout(plan.grid, None)

@@ -205,7 +205,7 @@ class SplitNorm(Adopted):
 
         def run(x: Tensor, shards: Any) -> Tensor:
             if layout.num_splits(0) > 1:
-                is_in_forward = own is not None and bool(frame.running)
+                is_in_forward = own is not None and frame.is_in_forward
                 shards = [frame.gains.of(use, layout, is_in_forward) for use in uses]
             gain, bias = shards
             return on_one_rank(x, gain if gain is None else gain[cut], bias if bias is None else bias[cut], **form)

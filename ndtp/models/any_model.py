@@ -29,6 +29,7 @@ from ndtp.models.placing import Placing
 from ndtp.models.projections import place_projection, used_and_stored
 from ndtp.models.recurrent import keep_weights_apart
 from ndtp.models.roles import features, is_linear, join
+from ndtp.models.router_loss import whole_router_loss
 from ndtp.models.run_eagerly import compiled_parts_run_eagerly, run_eagerly
 from ndtp.models.saving import saved_whole
 from ndtp.models.shared_input import SharedInput
@@ -115,6 +116,7 @@ class AnyModel(Placing):
         if self.model is not self.stock:
             reads_parameters(self.model, self.frame)
         if self.context.losses is not None:
+            whole_router_loss(self.stock, self.frame)
             average_loss(self.model, self.frame)
         saved_whole(self.model)
         not_replicated(self.model)

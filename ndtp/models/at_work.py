@@ -97,8 +97,11 @@ def _noting(theirs: Any, name: str, mesh: GridLike, compiles: bool) -> Any:
         reads.wants_inputs = not running and wants_gradients(args, kwargs)  # the root's are asked for
         if not running and not torch.compiler.is_compiling():
             refuse_later_writes()
+        before = rows.frame.generates
         if name == "forward":
             rows.frame.begin(self)
+        elif name == "generate":
+            rows.frame.generates = True
         running.append(reads)
         rows.begin()
         try:
@@ -107,6 +110,9 @@ def _noting(theirs: Any, name: str, mesh: GridLike, compiles: bool) -> Any:
         finally:
             rows.end()
             running.pop()
+            rows.frame.generates = before
+            if name == "forward":
+                rows.frame.end()
             if not running and torch.is_grad_enabled():
                 rows.frame.forget_shared()
         if not running:

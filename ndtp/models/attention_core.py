@@ -176,6 +176,8 @@ class Core:
         if value.__class__ is not Tensor or self.is_whole or self.norms_hidden:
             return False
         first = next(iter(self.inputs.values()))
+        if (weight := first._parameters.get("weight")) is not None and weight.dtype != value.dtype:
+            return False
         return may_be_hidden(name, value, first.real_in) and are_few(value, first)
 
     def seen(self, passage: Passage) -> tuple[int, int]:
@@ -381,7 +383,7 @@ def place_core(module: nn.Module, core: Core) -> None:
     for member in (*core.inputs.values(), *([core.output] if core.output is not None else [])):
         member.core = core
     for member in core.inputs.values():
-        member.leads_into = core.inner
+        member.leads_into, member.is_last = core.inner, False
     core.parts = parts_of(module)
     before = dict(vars(module))
     core.config = take_heads(module, core, core.local_heads, len(core.kv_per_rank))

@@ -1,61 +1,137 @@
-"""The loss of a model whose logits are whole, where `dp` splits the batch: the mean over all ranks of that axis."""
+"""The loss of a stock model where `dp` splits the batch: that of all ranks' rows, of which a rank knows its own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
+import torch
 from torch import Tensor, nn
 
 from ndtp.algebra.layout import Layout
 from ndtp.errors import LayoutError
 from ndtp.models.frame import Frame
+from ndtp.models.loss_terms import Term, slopes, terms_of
 from ndtp.ops.products import relayout
 
 IGNORED = -100
+FIX = "the loss of out.logits by your own code, or dp=1"
+MOST_TOLD = 64  # terms, of which ranks compare the counts
 
 
 @dataclass(frozen=True)
 class DataLoss:
     """A forward hook.  Losses of logits that are split are those of all sequences already.
 
-    Others are means over the sequences of one dp rank: their mean is the loss, since each has as many, unless some
-    labels do not count.
+    Other terms are of the rows of one dp rank.  A mean counts as much as the numbers that it is a mean of; sums are
+    added up; of anything else the mean over the ranks is taken.
     """
 
     frame: Frame
+    name: str
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
-        has_split_loss, self.frame.has_split_loss = self.frame.has_split_loss, False
+        split, self.frame.split_losses = self.frame.split_losses, []
         named = dict(output) if isinstance(output, Mapping) else {}
         if isinstance(output, tuple):
             named = dict(zip(("loss", "logits"), output, strict=False))
         loss = named.get("loss")
         if not isinstance(loss, Tensor) or loss.dim():
             return output
-        if has_split_loss:
+        terms = terms_of(loss, split)
+        if split and loss.requires_grad and not terms:
             return output
-        labels = kwargs.get("labels")
-        if isinstance(labels, Tensor) and not labels.is_floating_point() and bool((labels == IGNORED).any()):
+        labels = None if split else kwargs.get("labels")
+        ignores = isinstance(labels, Tensor) and not labels.is_floating_point() and bool((labels == IGNORED).any())
+        # What is of all sequences goes without the others: its gradient is this rank's part of a sum already.
+        known = sum(slope * term for slope, term in zip(slopes(loss, split), split, strict=True))
+        total = self._over_ranks(loss - known, terms, ignores) + known
+        if isinstance(output, tuple):
+            return (total, *output[1:])
+        output["loss"] = total
+        return output
+
+    def _over_ranks(self, loss: Tensor, terms: Sequence[Term], ignores: bool) -> Tensor:
+        """Return the loss of all ranks' rows, of which a rank has that of its own rows.
+
+        Args:
+            ignores: whether the rank has labels that do not count.
+
+        Raises:
+            LayoutError: the terms are means of numbers of which ranks have different shares, or it cannot be told.
+        """
+        mesh, axes = self.frame.mesh, self.frame.mesh.grid.nontrivial(self.frame.outside.dims[0])
+        ranks, kinds = mesh.grid.size(axes), {term.kind for term in terms}
+        every = self._told(terms, ignores, loss.device, axes)
+        if not every.is_meta and not bool((every[:, 0] == every[0, 0]).all()):
+            raise LayoutError(
+                f"parallelize: the loss of {self.name} has other terms on some of {ranks} data-parallel ranks\n"
+                f"  fix: rows of one kind on every rank, {FIX}"
+            )
+        counts = every[:, 2 : 2 + len(terms)]
+        share: Any = 1 / ranks
+        if kinds == {"sum"}:
+            share = 1
+        elif kinds == {"mean"} and len(terms) == 1:
+            share = (counts / counts.sum(0))[mesh.grid.index(mesh.rank, axes), 0]
+        elif not every.is_meta:
+            share = self._checked(every, counts, terms)[mesh.grid.index(mesh.rank, axes)]
+        if isinstance(share, Tensor):
+            loss = torch.where(share == 0, 0, loss)  # the mean of no labels is NaN
+        if "numbers" in kinds or (len(kinds) > 1 and "sum" in kinds):
+            self._warn()
+        bare = Layout(mesh.grid, None)
+        part = (loss * share).to(loss.dtype).reshape(1)
+        return relayout(part, bare, bare, mesh, "loss", partial=axes).reshape(())
+
+    def _told(self, terms: Sequence[Term], ignores: bool, device: torch.device, axes: tuple[str, ...]) -> Tensor:
+        """Return what each rank tells of its terms: how many of which kinds, ignored labels, and counts of means."""
+        mesh, bare = self.frame.mesh, Layout(self.frame.mesh.grid, None)
+        kinds = crc32(" ".join(term.kind or "-" for term in terms).encode())
+        told = [kinds, ignores, *(0 if term.count is None else term.count for term in terms[:MOST_TOLD])]
+        own = torch.stack([torch.as_tensor(each, dtype=torch.float64, device=device).reshape(()) for each in told])
+        every = own.new_zeros(mesh.grid.size(axes), 2 + MOST_TOLD)
+        every[mesh.grid.index(mesh.rank, axes), : len(own)] = own
+        return relayout(every.flatten(), bare, bare, mesh, "loss", partial=axes).view(every.shape)
+
+    def _checked(self, every: Tensor, counts: Tensor, terms: Sequence[Term]) -> Tensor:
+        """Return each rank's share of a loss of several terms, or of one of which no numbers are known."""
+        ranks, is_known = len(every), all(term.kind == "mean" for term in terms)
+        means = counts[:, [i for i, term in enumerate(terms[:MOST_TOLD]) if term.kind == "mean"]]
+        shares = means / means.sum(0)
+        equal = torch.full_like(shares, 1 / ranks)
+        wanted = shares[:, :1] if is_known and shares.numel() else equal
+        if shares.numel() and not torch.allclose(shares, wanted.expand_as(shares), equal_nan=True):
+            numbers = ", ".join(f"{each:g}" for each in means.flatten().tolist())
+            raise LayoutError(
+                f"parallelize: the loss of {self.name} has {len(terms)} terms, among them means of other numbers of "
+                f"labels on each of {ranks} data-parallel ranks: {numbers}\n"
+                f"  fix: rows with as many labels on each rank, {FIX}"
+            )
+        if not shares.numel() and bool(every[:, 1].any()):
             raise LayoutError(
                 f"parallelize: the loss of whole logits is a mean over labels, of which dp ranks may ignore "
-                f"({IGNORED}) different numbers\n  fix: compute the loss of out.logits, or leave dp=1"
+                f"({IGNORED}) different numbers\n  fix: {FIX}"
             )
-        mesh, axes = self.frame.mesh, self.frame.mesh.grid.nontrivial(self.frame.outside.dims[0])
-        bare = Layout(mesh.grid, None)
-        part = (loss / mesh.grid.size(axes)).reshape(1)
-        mean = relayout(part, bare, bare, mesh, "loss", partial=axes).reshape(())
-        if isinstance(output, tuple):
-            return (mean, *output[1:])
-        output["loss"] = mean
-        return output
+        return wanted[:, 0] if wanted.numel() else every.new_full((ranks,), 1 / ranks)
+
+    def _warn(self) -> None:
+        if self.name not in self.frame.gathered:
+            self.frame.gathered[self.name] = 0
+            warnings.warn(
+                f"ndtp: the loss of {self.name} has a sum of which it is not known what it is divided by; the loss is "
+                "averaged over the data-parallel ranks, as if it were a mean over rows",
+                stacklevel=2,
+            )
 
 
 def average_loss(model: nn.Module, frame: Frame) -> None:
     """Average the loss over `dp`, where the batch is split over it, and only there."""
     if frame.mesh.grid.nontrivial(frame.outside.dims[0]):
-        model.register_forward_hook(DataLoss(frame), with_kwargs=True)
+        model.register_forward_hook(DataLoss(frame, type(model).__name__), with_kwargs=True)
         # transformers' Trainer would have the loss divided by the labels it has seen, those of its own rows alone.
         found: Any = model
         base = found.get_base_model() if hasattr(type(model), "get_base_model") else found

@@ -42,7 +42,7 @@ class Frame:
         loss_rows: the most rows of logits that a rank has at a time, where a loss is all that they are for.
         head, has_labels: the projection that gives logits, and whether the model was called with labels.
         activations: those that formulas of the model's code were found to be, by their keys.
-        has_split_loss: whether a loss was taken of logits that are split: it is that of all sequences.
+        split_losses: losses of this forward that are those of all sequences, though `dp` splits these.
         losses: plans of a head with its loss, by what these depend on.
         cuts_sequences: whether a batch that the ranks do not divide is split by the tokens of its sequences; else it is
             padded with sequences that count for nothing.
@@ -55,6 +55,7 @@ class Frame:
             lets them go.
         gains: of norms, as wholes.
         dropouts: of the model, None before its first forward.
+        is_in_forward, generates: whether the model's forward runs, and whether its `generate` does.
         draws: whether some of them are on, though the model is not in training: they have one mask for the whole.
         whole: how activations with whole rows lie, by their sizes, see `ndtp.models.whole_rows`.
         ranges: the rows of a rank, by a layout's identity (the layout stands beside them) and the number of rows.
@@ -79,11 +80,13 @@ class Frame:
     ranges: dict[tuple[int, int], tuple[Layout, range]] = field(default_factory=dict)
     running = OfTurn(list)
     has_labels = OfTurn(bool)
-    has_split_loss = OfTurn(bool)
+    split_losses = OfTurn(list)
     summed = OfTurn(tuple)
     shared = OfTurn(dict)
 
     draws = OfTurn(bool)
+    is_in_forward = OfTurn(bool)
+    generates = OfTurn(bool)
 
     def __post_init__(self) -> None:
         self.gains = Gains(self.mesh)
@@ -91,15 +94,30 @@ class Frame:
     def begin(self, model: nn.Module) -> None:
         """Begin a forward of the model."""
         self.gains.begin()
+        if not self.running:
+            self.split_losses = []
         if self.dropouts is None:
             self.dropouts = [each for each in model.modules() if isinstance(each, nn.modules.dropout._DropoutNd)]
         self.draws = any(each.training for each in self.dropouts)
+        self.is_in_forward = True
+
+    def end(self) -> None:
+        """End a forward of the model."""
+        self.gains.begin()
+        self.is_in_forward = False
 
     def forget_shared(self) -> None:
         """Let go of results that were computed with others and that nobody has asked for, and of their graphs."""
         waiting, self.shared = self.shared, {}
         for each in waiting.values():
             each.forget()
+
+    def note_loss(self, loss: Tensor) -> Tensor:
+        """Note that a loss is that of all sequences, and return it as one to which code may add others in place."""
+        if not self.running or not self.mesh.grid.nontrivial(self.outside.dims[0]):
+            return loss
+        self.split_losses.append(loss)
+        return loss.clone()
 
     def note(self, who: str, passage: Passage) -> None:
         """Note that an operation takes the whole of a split tensor, and warn the first time."""

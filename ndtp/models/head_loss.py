@@ -71,7 +71,6 @@ def cross_entropy(
         return NotImplemented
     if target.is_floating_point() or tuple(target.shape) != passage.lead or not call.take():
         return NotImplemented
-    frame.has_split_loss = True
     rows = leave(call.source)
     key = (passage.features, ignore_index, label_smoothing)
     plan = frame.losses.get(key)
@@ -86,7 +85,8 @@ def cross_entropy(
         rows, own, bias, _all_targets(logits, target, ignore_index), plan, frame.mesh, reduction,
         weights=weight, between=lambda part: logits.formula({(0, None): part}), dtype=dtype,
     )  # fmt: skip
-    return frame.mesh.step.made_whole(found, (target, weight, ignore_index, label_smoothing, reduction))
+    found = frame.mesh.step.made_whole(found, (target, weight, ignore_index, label_smoothing, reduction))
+    return frame.note_loss(found)
 
 
 def _all_targets(logits: Pending, target: Tensor, ignore_index: int) -> Tensor:

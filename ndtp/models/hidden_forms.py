@@ -153,14 +153,14 @@ def _cross_entropy(
         return NotImplemented
     padded = passage.laid(target, ignore_index)
     here = passage.rows_here
-    frame.has_split_loss = True
     loss = cross_entropy(
         leave(logits), padded[here.start : here.stop], layout=passage.layout, mesh=frame.mesh,
         classes=passage.features, weight=weight, ignore_index=ignore_index, label_smoothing=label_smoothing,
         reduction=reduction, name=passage.came_from or "loss",
     ).to(dtype_of_loss(logits.dtype, target.device.type))  # fmt: skip
     if reduction != "none":
-        return frame.mesh.step.made_whole(loss, (target, weight, ignore_index, label_smoothing, reduction))
+        found = frame.mesh.step.made_whole(loss, (target, weight, ignore_index, label_smoothing, reduction))
+        return frame.note_loss(found)
     rows = Layout(frame.mesh.grid, passage.layout.dims[0], None)
     return passage.in_order(relayout(loss[:, None], rows, frame.outside, frame.mesh, "losses"))[:, 0]
 

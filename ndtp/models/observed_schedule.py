@@ -141,8 +141,6 @@ def cross_entropy(
     if plan is None:
         loss = loss_plan(head.plan.out, head.real_out, ignore_index, label_smoothing, 0.0, reduction, head.name)
         plan = frame.losses[key] = LinearLossPlan(head.plan, loss, frame.loss_rows)
-    if context.losses is not None:
-        context.losses.has_split_loss = True
     with head.at_work():
         own, bias = head.weight_and_bias(call.source)
         dtype = dtype_of_loss(form.dtype, own.device.type)
@@ -151,7 +149,8 @@ def cross_entropy(
             weights=weight, between=lambda part: logits.formula({(0, None): part}), dtype=dtype,
         )  # fmt: skip
     call.feeds_loss = True
-    return head.mesh.step.made_whole(found, (target, weight, ignore_index, label_smoothing, reduction))
+    found = head.mesh.step.made_whole(found, (target, weight, ignore_index, label_smoothing, reduction))
+    return found if context.losses is None else context.losses.note_loss(found)
 
 
 def _all_targets(logits: Noted, target: Tensor, ignore_index: int) -> Tensor:

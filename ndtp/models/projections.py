@@ -51,6 +51,7 @@ class Projection(Adopted):
         order: of its features, as the product has them; None where that is the dense one.
         gives: how its result lies.
         leads_into: how the result lies inside of an MLP or an attention that it leads into; None of another one.
+        is_last: whether it takes hidden states and gives others, which no other layer is known to take: a head does.
         leads_in: whether it takes hidden states and gives what is inside of a block, or the other way.
         adapts: of an adapter's layer, the one beside it; `gives_features` is its second.
     """
@@ -64,6 +65,7 @@ class Projection(Adopted):
     order: Tensor | None
     gives: Layout
     leads_into: Layout | None
+    is_last: bool
     leads_in: bool
     is_conv: bool
     group: SharedInput | None
@@ -255,6 +257,7 @@ def place_projection(
     layer.width, layer.out_width = (width, inner) if leads_in else (inner, width)
     layer.sections, layer.group, layer.core, layer.loud = tuple(sections), None, None, True
     layer.order, layer.gives, layer.leads_into = order, gives, None
+    layer.is_last = leads_in and not gives_hidden
     layer.adapts, layer.gives_features, layer.schedule = None, False, None
     plan.check_divides({"m": 0, "k": layer.width, "n": layer.out_width})
     layer.placed("weight", stored, shape)

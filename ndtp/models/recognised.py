@@ -15,7 +15,7 @@ from ndtp.algebra.schemes import BlockLayouts
 from ndtp.errors import LayoutError
 from ndtp.models.named_plan import BY_PLAN
 from ndtp.models.placing import stock_model
-from ndtp.models.roles import is_wrapper
+from ndtp.models.roles import is_wrapper, names_hidden_size
 from ndtp.models.transformer import Split
 from ndtp.nn.sharded import shadow_of
 from ndtp.runtime.arrival import is_plain
@@ -26,14 +26,10 @@ LEFT = 0.05  # of the parameters
 
 def is_recognised(model: nn.Module, mesh: ProcessGrid, layouts: BlockLayouts, *arguments: Any, **options: Any) -> bool:
     """Return whether nearly all parameters of a stock model belong to known layers, or to layers with adapters."""
-    axes = mesh.grid.nontrivial((*layouts.up_weight.axes, *layouts.down_weight.axes))
-    if (
-        "ndtp_stage" in vars(model)
-        or stock_model(model) is not model
-        or any(map(is_wrapper, model.modules()))
-        or not axes
-    ):
+    if "ndtp_stage" in vars(model) or stock_model(model) is not model or any(map(is_wrapper, model.modules())):
         return True
+    if not mesh.grid.nontrivial((*layouts.up_weight.axes, *layouts.down_weight.axes)):
+        return names_hidden_size(model)
     shadow, _ = shadow_of(model, mesh)
     try:
         with warnings.catch_warnings():

@@ -152,6 +152,14 @@ def hidden_size(model: Any) -> int:
     raise LayoutError("parallelize: the model's config tells no size of its hidden states")
 
 
+def names_hidden_size(model: Any) -> bool:
+    """Return whether a model's config tells the features of its hidden states."""
+    try:
+        return hidden_size(model) > 0
+    except LayoutError:
+        return False
+
+
 def join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 

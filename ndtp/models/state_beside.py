@@ -133,8 +133,7 @@ class _Kept:
         def undo() -> None:
             for name, value in first.items():
                 now = known.get(name, _GONE)
-                is_left = (_is_state(value) and _is_state(now)) or holds_fake(now)
-                if now is value or not is_left:
+                if now is value or not ((_is_state(value) and _is_state(now)) or holds_fake(now)):
                     continue
                 if value is _GONE:
                     del known[name]

@@ -119,8 +119,7 @@ class Split(Placing):
         self.frame.cuts_sequences = not has_patches and all_cut is not False
         self.frame.always_cuts = bool(all_cut)
         self._others(modules)
-        if self.experts:
-            whole_router_loss(self.stock, self.frame)
+        whole_router_loss(self.stock, self.frame)
         average_loss(model, self.frame)
         if self.frame.head is not None and self.frame.fuse:
             place_model(self.stock, self.frame)
@@ -221,7 +220,7 @@ class Split(Placing):
         ]
         in_group(ups)
         for layer in ups:
-            layer.leads_into = self.layouts.hidden
+            layer.leads_into, layer.is_last = self.layouts.hidden, False
         layers = [*ups, place_projection(modules[role.down], role.down, leads_in=False, pad_to=pad_to, **place)]
         inside = [each for each in modules[role.name].modules() if each is not modules[role.name]]
         # What an autograd.Function of the model's computes is nothing that could be noted.

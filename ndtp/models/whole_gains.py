@@ -1,8 +1,8 @@
 """Gains and biases of norms whose rows are whole: those that are split are gathered, all of a model at once.
 
 A forward needs the gain of each norm.  The first norm of a forward asks for its own and gets those of all norms that
-asked in the last one, by one all-reduce.  They hold for that forward alone, and as long as the parameters stay what
-they were.
+asked in the last one, by one all-reduce.  They hold for that forward alone, and as long as nobody writes to the
+parameters.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Gains:
             return self._gathered([shard], layout)[0]
         key = id(use)
         found = self._found.get(key)
-        if found is None or found[0] is not shard or found[1] != version_of(use.parameter):  # type: ignore[arg-type]
+        if found is None or found[0] is not shard or found[1] != _state(use.parameter):
             self._asked[key] = use, layout
             alike = {k: u for k, (u, lies) in self._asked.items() if lies == layout and k not in self._found}
             stand = {k: u for k, u in alike.items() if u.stands() and _is_like(u.local, shard)} | {key: use}
@@ -60,7 +60,7 @@ class Gains:
                 del self._asked[gone]
             shards: list[Any] = [each.local for each in stand.values()]
             for k, gain, x in zip(stand, self._gathered(shards, layout), shards, strict=True):
-                self._found[k] = x, version_of(stand[k].parameter), gain  # type: ignore[arg-type]
+                self._found[k] = x, _state(stand[k].parameter), gain
         return self._found[key][2]
 
     def _gathered(self, shards: Sequence[Tensor], layout: Layout) -> list[Tensor]:
@@ -75,6 +75,11 @@ class Gains:
 
     def __deepcopy__(self, memo: object) -> Gains:
         return Gains(self._mesh)
+
+
+def _state(parameter: Any) -> Any:
+    """Return what changes when a parameter is written to; of a write through `.data` it is known that that was read."""
+    return version_of(parameter), vars(parameter).get("ndtp_data_reads")
 
 
 def _is_like(x: Tensor | None, other: Tensor) -> bool:

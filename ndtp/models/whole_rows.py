@@ -52,6 +52,7 @@ class StationaryLayer(Protocol):
     stored: Layout
     order: Tensor | None
     leads_into: Layout | None
+    is_last: bool
     core: Any
     loud: bool
     training: bool
@@ -100,6 +101,8 @@ def takes_whole(layer: StationaryLayer, x: Tensor) -> bool:
         return False
     if layer is frame.head and (frame.has_labels or x.shape[-2:-1] != (1,)):
         return False  # logits of a prompt stay split, as the loss takes them
+    if layer.is_last and not frame.generates and frame.outside.num_splits(0) > 1:
+        return False  # the loss of what stays split is that of all ranks' rows
     if x.__class__ is not Hidden:
         return x.shape[-1:] == (layer.real_in,) and are_few(x, layer)
     passage: Passage = x.passage  # type: ignore[attr-defined]

@@ -64,10 +64,15 @@ def read_file(path: str | Path) -> tuple[dict[str, Any], str]:
     path = Path(path)
     path = path / "config.json" if os.path.isdir(path) else path
     what = f"model config {path}"
-    config = read_parsed("model config", path, "JSON", json.loads, "give the path of a transformers config.json")
+    config = read_parsed("model config", path, "JSON", _parsed, "give the path of a transformers config.json")
     if not isinstance(config, dict):
         raise GridError(f"{what} holds no JSON object")
     return config, what
+
+
+def _parsed(text: str) -> Any:
+    """Return what JSON says, in which transformers writes infinite numbers as `{"__float__": "Infinity"}`."""
+    return json.loads(text, object_hook=lambda found: float(found["__float__"]) if [*found] == ["__float__"] else found)
 
 
 def with_layers(config: dict[str, Any], layers: int, what: str) -> dict[str, Any]:

@@ -317,13 +317,12 @@ def cross_entropy_loss(
     layout, losses = spec.layout, spec.context.losses
     if losses is not None:
         layout = layout_of(spec.mesh, [(*spec.context.data, *spec.dims[0]), spec.dims[1]])
-        losses.has_split_loss = True
     loss = cross_entropy(
         leave(logits), padded[here.start : here.stop], layout=layout, mesh=spec.mesh, classes=spec.sizes[1],
         weight=weight, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction,
         name=spec.origin or "loss",
     ).to(dtype_of_loss(logits.dtype, target.device.type))  # fmt: skip
     if reduction != "none":
-        return loss
+        return loss if losses is None else losses.note_loss(loss)
     rows = Spec(spec.context, spec.sizes[:1], layout_of(spec.mesh, spec.dims[:1]), spec.padded[:1], (), spec.origin)
     return enter(loss.view_as(loss), rows) if rows.axes else loss

@@ -39,8 +39,8 @@ class Context:
             names them: a tensor that is whole is whole on its data-parallel rank.
         multiple: rows are padded to a multiple of this where a layer splits them.
         gathered: for each function that took a whole tensor, how often.
-        losses: of a stock model, whose loss is that of the rows of all data-parallel ranks: what has `has_split_loss`,
-            which is set where a loss was taken so.
+        losses: of a stock model, whose loss is that of the rows of all data-parallel ranks: what has `note_loss`, which
+            is told of a loss that was taken so.
         attention: how queries of split sequences meet keys: "gather", "ring", "heads" or "auto", see
             `ndtp.algebra.attention_ways`.
         writes: how often memory was changed by writes that torch may not count, those of inference mode among them.

@@ -39,3 +39,15 @@ def test_settings_of_a_table_that_a_split_one_does_not_have():
         with pytest.raises(ndtp.LayoutError, match="a weight that it shares with another layer"):
             ndtp.parallelize(tied, mesh, scheme="1d")
     assert kept["model.embed_tokens"] == "it has scale_grad_by_freq=True"
+
+
+def test_a_model_without_a_hidden_size_on_replicas_alone():
+    """Segformer, of which each stage has another."""
+    sizes = {"num_encoder_blocks": 1, "depths": [1], "sr_ratios": [1], "hidden_sizes": [16], "patch_sizes": [3]}
+    config = transformers.SegformerConfig(
+        **sizes, strides=[2], num_attention_heads=[2], mlp_ratios=[2], decoder_hidden_size=16
+    )
+    with fake_group(2):
+        mesh = ndtp.ProcessGrid(Grid(dp=2), device_type="cpu")
+        model = ndtp.parallelize(transformers.SegformerForSemanticSegmentation(config), mesh, scheme="1d")
+    assert isinstance(model.ndtp_report.split, AnyModel)

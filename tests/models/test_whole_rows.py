@@ -144,7 +144,7 @@ def check_changed_parameters():
     hooks = []
     for each in (dense, model):
         late = each.model.layers[1].post_attention_layernorm
-        change = lambda *_, late=late: (late.weight.mul_(1.5), None)[1]  # noqa: E731
+        change = lambda *_, late=late: (late.weight.mul_(1.5), late.weight.data.mul_(0.9), None)[2]  # noqa: E731
         hooks.append(each.model.layers[0].mlp.register_forward_hook(change))
     agree(), agree()
     [hook.remove() for hook in hooks]

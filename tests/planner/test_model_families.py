@@ -11,7 +11,7 @@ from odd_settings import cases, kinds
 from real_models import alone
 
 from ndtp.errors import GridError
-from ndtp.planner.model_config import READ, sizes_of
+from ndtp.planner.model_config import READ, read_file, sizes_of
 from ndtp.planner.model_families import families
 
 DAY = date.today().toordinal()
@@ -76,3 +76,10 @@ def test_heads_that_do_not_divide_the_hidden_size_are_refused():
         sizes_of({"model_type": "dinov3_vit", "hidden_size": 385})
     attention, *_ = sizes_of({"model_type": "glm4v_moe_text"}).blocks(1)
     assert (attention.hidden, attention.outs[0]) == (4096, 96 * 42)
+
+
+def test_infinite_numbers_of_a_config(tmp_path):
+    """Transformers writes them as objects, which JSON has no other form for."""
+    transformers = pytest.importorskip("transformers")
+    transformers.Mamba2Config().save_pretrained(tmp_path)
+    assert read_file(tmp_path)[0]["time_step_limit"] == [0.0, float("inf")]
