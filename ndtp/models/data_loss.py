@@ -119,13 +119,11 @@ class DataLoss:
         return wanted[:, 0] if wanted.numel() else every.new_full((ranks,), 1 / ranks)
 
     def _warn(self) -> None:
-        if self.name not in self.frame.gathered:
-            self.frame.gathered[self.name] = 0
-            warnings.warn(
-                f"ndtp: the loss of {self.name} has a sum of which it is not known what it is divided by; the loss is "
-                "averaged over the data-parallel ranks, as if it were a mean over rows",
-                stacklevel=2,
-            )
+        warnings.warn(
+            f"ndtp: the loss of {self.name} has a sum of which it is not known what it is divided by; the loss is "
+            "averaged over the data-parallel ranks, as if it were a mean over rows",
+            stacklevel=2,
+        )
 
 
 def average_loss(model: nn.Module, frame: Frame) -> None:

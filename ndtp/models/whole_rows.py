@@ -30,7 +30,7 @@ from ndtp.algebra.steps import Step
 from ndtp.compute.constants import constant_on
 from ndtp.models.frame import Frame, Passage, led_to
 from ndtp.models.hidden import Hidden, enter, leave
-from ndtp.models.settled import Settled, Settlements, uses_of
+from ndtp.models.settled import MOST_SETTLED, Settled, Settlements, uses_of
 from ndtp.nn.padding import zero_padding
 from ndtp.nn.sharded import Lies
 from ndtp.ops.few_rows import is_inference
@@ -153,7 +153,7 @@ def passage_of(frame: Frame, x: Tensor) -> Passage:
     key = tuple(x.shape)
     found = frame.whole.get(key)
     if found is None:
-        if len(frame.whole) >= 64:
+        if len(frame.whole) >= MOST_SETTLED:
             frame.whole.clear()
         lead, features = key[:-1], key[-1]
         rows, across = frame.rows_of(lead)
