@@ -95,6 +95,10 @@ PATCHES: dict[str, Patch] = {
         "what torch.func.vjp gives would take the shard of a gradient for the whole",
         "as for _add_batch_dim",
     ),
+    "torch.autograd._make_grads": Patch(
+        "a gradient of a whole tensor that code gives to backward would be the shard of a split one",
+        "torch asks __torch_function__ for the gradients that backward and grad are given",
+    ),
     "torch.Tensor.data": Patch(
         "`plain.data = split` would give a plain tensor the memory of a split one, which ends the process or is a part",
         "torch asks __torch_function__ for the value that is set, too",

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ndtp.collectives.cross_check import differing
-from ndtp.errors import LayoutError, MismatchError
+from ndtp.errors import LayoutError
 from ndtp.models.held import Held
 from ndtp.models.made_classes import made_class
 from ndtp.models.observation import observe_call
 from ndtp.models.plain_gradients import sum_plain_gradients_of
 from ndtp.models.report import Report
+from ndtp.models.seen_by_ranks import seen_by_all
 from ndtp.runtime.arrival import is_plain, stored_shape
 from ndtp.runtime.default_group import OwnRows
 from ndtp.runtime.eagerly import WHY_EAGER, eagerly
@@ -119,13 +119,7 @@ class FirstCall:
                 mesh = split.mesh
                 with OwnRows(mesh, split.frame.outside.dims[0], type(model).__name__).while_running():
                     seen = observe_call(model, args, kwargs)
-                by_rank = differing(mesh.groups, repr(seen)) if mesh.groups.kind.has_peers else None
-                if by_rank is not None:
-                    raise MismatchError(
-                        f"parallelize: the first call of {type(model).__name__} shows other layers on rank "
-                        f"{min(rank for rank, text in by_rank.items() if text != by_rank[0])} than on rank 0\n"
-                        "  fix: call it alike on every rank, or parallelize(..., example=...)"
-                    )
+                seen = seen_by_all(seen, model, mesh, split.frame.outside.dims[0], "first call")
                 with torch.device("cpu"):
                     held = Held(model)
                     split.place_by(seen)

@@ -21,6 +21,7 @@ from ndtp.models.sequences import expanded, joined
 from ndtp.nn.losses import cross_entropy
 from ndtp.ops.losses import dtype_of_loss
 from ndtp.ops.products import relayout
+from ndtp.runtime.arrival import is_plain, plain_of
 from ndtp.split.copies import share_memory, version_of
 from ndtp.split.gathered_operands import counted
 from ndtp.split.hooked_gradients import edge_of
@@ -131,7 +132,8 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     is_one = isinstance(x, Hidden) and not isinstance(weight, Hidden) and x.passage.sections == 1
     if not is_one or weight.dim() != 2 or 2 * weight.shape[0] > weight.shape[1]:  # the sum takes twice its size
         return NotImplemented
-    return scores(leave(x), weight, bias, x.passage)  # type: ignore[attr-defined]
+    own, own_bias = (p if p is None or is_plain(p) else plain_of(p) for p in (weight, bias))  # of layers that came late
+    return scores(leave(x), own, own_bias, x.passage)  # type: ignore[attr-defined, arg-type]
 
 
 def _cross_entropy(

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ndtp.runtime.joint_leaves import made_of
+
 
 class Used:
     """The parts of a result that a backward has gradients of."""
@@ -28,11 +30,13 @@ class Used:
         return self._task != torch._C._current_graph_task_id() or part in self._parts  # type: ignore[attr-defined]
 
 
-def side_by_side(shards: Sequence[Tensor], parts: int, dim: int, used: Used) -> Tensor:
-    """Features of several layers as those of one: each of `parts` parts of its result has some of all."""
-    if not torch.is_grad_enabled():
-        return _joined(shards, parts, dim)
-    return _SideBySide.apply(parts, dim, used, *shards)  # type: ignore[no-any-return, no-untyped-call]
+def side_by_side(parameters: Sequence[Any], shards: Sequence[Tensor], parts: int, dim: int, used: Used) -> Tensor:
+    """Features of several layers as those of one: each of `parts` parts of its result has some of all.
+
+    Args:
+        parameters: of which the shards are; None of one that is zero.
+    """
+    return made_of(parameters, shards, lambda given: _joined(given, parts, dim, used), used.has)
 
 
 def parts_of(y: Tensor, widths: Sequence[int], used: Used) -> Sequence[Tensor]:
@@ -40,7 +44,13 @@ def parts_of(y: Tensor, widths: Sequence[int], used: Used) -> Sequence[Tensor]:
     return _Parts.apply(y, widths, used)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _joined(shards: Sequence[Tensor], parts: int, dim: int) -> Tensor:
+def _joined(shards: Sequence[Tensor], parts: int, dim: int, used: Used) -> Tensor:
+    if torch.is_grad_enabled():
+        return _SideBySide.apply(parts, dim, used, *shards)  # type: ignore[no-any-return, no-untyped-call]
+    return _in_parts(shards, parts, dim)
+
+
+def _in_parts(shards: Sequence[Tensor], parts: int, dim: int) -> Tensor:
     if parts == 1:
         return torch.cat(list(shards), dim)
     return torch.cat([shard.unflatten(dim, (parts, -1)) for shard in shards], dim + 1).flatten(dim, dim + 1)
@@ -49,12 +59,15 @@ def _joined(shards: Sequence[Tensor], parts: int, dim: int) -> Tensor:
 class _SideBySide(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts: int, dim: int, used: Used, *shards: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.parts, ctx.dim, ctx.used = parts, dim, used
         ctx.sizes = [shard.shape[dim] // parts for shard in shards]
-        return _joined(shards, parts, dim)
+        return _in_parts(shards, parts, dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
+        if grad is None:  # it waits for its sum
+            return (None,) * (3 + len(ctx.sizes))
         dim, needs = ctx.dim, ctx.needs_input_grad[3:]
         each = grad.unflatten(dim, (ctx.parts, -1)).split(ctx.sizes, dim + 1)
         return None, None, None, *(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ndtp.nn.hooks import has_hooks
 from ndtp.ops.few_rows import takes_few_rows
 from ndtp.ops.products import mlp
 from ndtp.runtime.arrival import local_shard
+from ndtp.runtime.joint_leaves import made_of
 from ndtp.runtime.of_turn import OfTurn
 from ndtp.split.copies import state_of
 
@@ -96,22 +98,30 @@ def as_one(ups: Sequence[Projection], leaves: Sequence[tuple[int, int | None]]) 
     dim, is_turned = ups[0].features_dim, leaves[0] > leaves[1]
     if len(ups) == 1:  # gate and up in one, in each part of its result one behind the other
         weight, bias = ups[0].weight_and_bias()
-        turn = lambda p, at: _turned(local_shard(p), at, ups[0].parts, is_turned)  # noqa: E731
-        return turn(weight, dim), None if bias is None else turn(bias, 0)
+        turned = partial(_turned, parts=ups[0].parts, is_turned=is_turned)
+        return turned([weight], dim), None if bias is None else turned([bias], 0)
     layers = [ups[index].weight_and_bias() for index, _ in leaves]
-    weights = [local_shard(each) for each, _ in layers]
-    weight = torch.stack(weights, dim + 1).flatten(dim, dim + 1)
+    weight = _in_turns([w for w, _ in layers], dim)
     if all(bias is None for _, bias in layers):
         return weight, None
-    biases = [each.new_zeros(each.shape[dim]) if bias is None else local_shard(bias)
-              for each, (_, bias) in zip(weights, layers, strict=True)]  # fmt: skip
-    return weight, torch.stack(biases, 1).flatten()
+    shape = weight.shape[dim] // 2
+    return weight, _in_turns([weight.new_zeros(shape) if b is None else b for _, b in layers], 0)
 
 
-def _turned(shard: Tensor, dim: int, parts: int, is_turned: bool) -> Tensor:
+def _turned(fused: Sequence[Any], dim: int, parts: int, is_turned: bool) -> Tensor:
     """Features of two layers, one behind the other in each part, in turns."""
-    both = shard.unflatten(dim, (parts, 2, -1)).transpose(dim + 1, dim + 2)
-    return (both.flip(dim + 2) if is_turned else both).flatten(dim, dim + 2)
+
+    def turned(shards: Sequence[Tensor]) -> Tensor:
+        both = shards[0].unflatten(dim, (parts, 2, -1)).transpose(dim + 1, dim + 2)
+        return (both.flip(dim + 2) if is_turned else both).flatten(dim, dim + 2)
+
+    return made_of(fused, [local_shard(each) for each in fused], turned)
+
+
+def _in_turns(layers: Sequence[Any], dim: int) -> Tensor:
+    """Features of several layers in turns."""
+    shards = [local_shard(each) for each in layers]
+    return made_of(layers, shards, lambda given: torch.stack(list(given), dim + 1).flatten(dim, dim + 1))
 
 
 # Numbers that tell activations apart, none of them where one has a kink; far out, what is clamped shows.

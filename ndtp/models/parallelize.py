@@ -39,6 +39,7 @@ from ndtp.models.refused_code import refuse_layers_of_shards, refuse_lazy, refus
 from ndtp.models.report import Report
 from ndtp.models.roles import is_linear
 from ndtp.models.same_weights import check_same_weights
+from ndtp.models.seen_by_ranks import seen_by_all
 from ndtp.models.transformer import Split, is_transformer, split_before
 from ndtp.planner.grid_plan import GridPlan
 from ndtp.planner.hardware import Hardware
@@ -209,6 +210,8 @@ def parallelize(
             report.rows = split.frame.outside.dims[0]
             with OwnRows(mesh, report.rows, type(model).__name__).while_running():
                 seen = observe(model, example)
+            if example is not None:
+                seen = seen_by_all(seen, model, mesh, report.rows, "run with example=")
             if seen is None and example is None and can_wait(model):
                 FirstCall(split, report, count, strict).wait()
             else:

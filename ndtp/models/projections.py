@@ -199,8 +199,9 @@ def products(members: Sequence[Projection], x: Hidden) -> list[Tensor]:
     if any(b is not None for _, b in both):
         biases = [w.new_zeros(w.shape[dim]) if b is None else local_shard(b)
                   for w, (_, b) in zip(weights, both, strict=True)]  # fmt: skip
-        bias = side_by_side(biases, parts, 0, used)
-    y = chain(rows, (side_by_side(weights, parts, dim, used),), (bias,), (first.plan,), (None,), first.mesh)
+        bias = side_by_side([b for _, b in both], biases, parts, 0, used)
+    weight = side_by_side([w for w, _ in both], weights, parts, dim, used)
+    y = chain(rows, (weight,), (bias,), (first.plan,), (None,), first.mesh)
     return list(parts_of(y, [w.shape[dim] // parts for w in weights], used))
 
 

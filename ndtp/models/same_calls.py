@@ -8,7 +8,7 @@ what are integers, and a projection of what are not.
 from __future__ import annotations
 
 import copy
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 from itertools import count
@@ -28,6 +28,7 @@ from ndtp.models.pending import Pending
 from ndtp.models.same_inputs import facts_of, inputs_of, settings_of
 from ndtp.models.same_optimizers import settings_by_name, watch_steps
 from ndtp.models.same_steps import Steps
+from ndtp.models.unequal_uses import MAY_DIFFER, WaitingBackward, facts_of_uses, warn_of
 from ndtp.runtime.eagerly import eagerly
 from ndtp.runtime.facts import (
     COARSE,
@@ -92,6 +93,8 @@ class SameCalls:
         self._operands: list[tuple[str, Any]] = []  # of losses that code outside of the model has made since its call
         self.draws: Sequence[str] = ()  # the generators from which the last call drew
         self._task, self.number = -1, next(_NUMBERS)
+        self._waiting: WaitingBackward | None = None
+        self._has_warned = False  # of layers that not all ranks use
 
     @property
     def model(self) -> nn.Module:
@@ -116,7 +119,7 @@ class SameCalls:
         made.mesh = copy.deepcopy(self.mesh, memo)
         made._model = ref(copy.deepcopy(self.model, memo))
         made.late, made.late_numbers, made.of_last, made._operands, made.steps = [], {}, [], [], Steps(made)
-        made.number = next(_NUMBERS)
+        made.number, made._waiting = next(_NUMBERS), None
         for name in ("depth", "drawn", "at_work"):
             vars(made).pop(name, None)
         if made.is_on:
@@ -170,6 +173,7 @@ class SameCalls:
 
     @eagerly("ndtp: what ranks tell each other of a call is no part of a graph")
     def _compare_call(self, conversation: Any, own: dict[str, Any], module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._drop_waiting()
         self.calls = number = self.calls + 1
         model, steps, device_type = self.model, self.steps, self.mesh.device_type
         what = f"call {number} of {self.name}"
@@ -309,6 +313,7 @@ class SameCalls:
         if conversation is None:
             return
         self._task, self.backwards = task, self.backwards + 1
+        self._drop_waiting()
         what = f"backward of call {number} of {self.name}"
         refuse_batched(grad, what)
         last, numbers = self._of_last() if self.of_last or self.late or self.late_numbers else ([], {})
@@ -332,15 +337,16 @@ class SameCalls:
         def facts() -> list[Fact]:
             made = [*last, Fact("accumulating gradients", accumulates > 0), Fact("create_graph", creates)]
             made += [*facts_of(operands, self._rows), *facts_of_reads(reads, self._rows)]
-            made += [Fact(f"uses of the weights of '{name}' before it", n) for name, n in Counter(uses).items()]
+            made += facts_of_uses(uses, self.model, self.mesh)
             return made if form is None else [*made, Fact("input gradient", form_of(grad), self._rows)]
 
         at_work = Speaking(conversation, what)
         at_work.begin()
         try:
             alike = accumulates, creates, crc32("\n".join(uses).encode())
-            point = Point(what, alike, of_rows, numbers, facts=facts, tolerance=self.tolerance)
-            compare(self.mesh, conversation, point, self.rows)
+            point = Point(what, alike, of_rows, numbers, facts=facts, tolerance=self.tolerance, apart=MAY_DIFFER)
+            if compare(self.mesh, conversation, point, self.rows):
+                self._waiting = WaitingBackward(self.mesh, conversation, self.model)
         except BaseException:
             at_work.end()
             self.mesh.step.partial_sums.discard()  # other ranks may have none
@@ -349,7 +355,19 @@ class SameCalls:
         engine: Any = Variable._execution_engine
         engine.queue_callback(partial(engine.queue_callback, partial(self._ended, at_work)))
 
+    def _drop_waiting(self) -> None:
+        """Drop what a backward that broke off had waiting."""
+        if self._waiting is not None:
+            self._waiting.drop()
+            self._waiting = None
+
     def _ended(self, at_work: Speaking) -> None:
+        if (waiting := self._waiting) is not None:
+            self._waiting = None
+            name = waiting.end()
+            if name and not self._has_warned:
+                self._has_warned = True
+                warn_of(name, self.name, self.rows)
         at_work.end()
         self.steps.note_gradients()
 

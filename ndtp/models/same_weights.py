@@ -43,10 +43,15 @@ def check_same_weights(model: nn.Module, mesh: ProcessGrid) -> None:
         kinds = {value.rpartition(", ")[0] for value in values.values()}
         what = "other values" if len(kinds) == 1 else f"{values[others[0]]} instead of {common}"
         ranks = ", ".join(map(str, others[:8])) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
+        filled_later = (
+            f"; model.get_buffer('{name}').zero_() before parallelize, where code fills what torch.empty has made"
+            if name in dict(model.named_buffers())
+            else ""
+        )
         raise MismatchError(
             f"parallelize: ranks have different models: of '{name}' {count} ranks have the same, rank {ranks} {what}\n"
             "  fix: the same seed (torch.manual_seed) or the same checkpoint on every rank, before the model is made; "
-            "or make it on the meta device; a buffer that is filled later by torch.zeros, not by torch.empty"
+            f"or make it on the meta device{filled_later}"
         )
     raise MismatchError("parallelize: ranks have the same parameters in different orders")
 

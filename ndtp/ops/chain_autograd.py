@@ -58,8 +58,7 @@ def run_chain(
     c: Tensor = _Chain.apply(call, *shards)  # type: ignore[no-untyped-call]
     if call.deferred and c.grad_fn is not None:
         step.late.backward.numbers.end_product()
-        if step.uses is not None and torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
-            step.uses += program.names  # but for what a checkpoint computes again
+        step.note_uses(program.names, all(each.holder is not None for each in call.deferred.values()))
     return c
 
 
@@ -165,7 +164,7 @@ def _expect(call: _Call, gradients: list[Any], grad: Tensor, takes_up: bool) -> 
             continue
         deferred = call.deferred.get(i)
         if deferred is not None and move.is_under_way:
-            deferred.late = late.expect(move, deferred.leaf if move.hold else None, sums)
+            deferred.late = late.expect(move, deferred.holder if move.hold else None, sums)
             started.append(deferred.late)
             gradients[i] = grad.new_zeros(()).expand(call.program.shapes[i] or ())  # which the arrival drops
         else:

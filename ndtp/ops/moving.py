@@ -68,8 +68,7 @@ def taken(parameter: Tensor, plan: RelayoutPlan, mesh: GridLike) -> Tensor:
     deferred = None
     if plan.back.steps and parameter.requires_grad and torch.is_grad_enabled():
         shard, deferred = taken_in(parameter, mesh.step.late.backward.numbers, parameter)
-        if mesh.step.uses is not None and torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
-            mesh.step.uses.append(plan.name)  # but for what a checkpoint computes again
+        mesh.step.note_uses([plan.name], deferred.leaf is not None)
     else:
         shard = local_shard(parameter)
     if plan.is_identity:

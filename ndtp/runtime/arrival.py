@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ndtp.collectives.turns import TURN
 from ndtp.errors import LayoutError
 from ndtp.runtime.dtensor_rules import dtensor_of
 from ndtp.runtime.gradient_ends import end_of
 
 if TYPE_CHECKING:
     from ndtp.runtime.arrival_numbers import ArrivalNumbers
+    from ndtp.runtime.joint_leaves import JointLeaves
     from ndtp.runtime.late_gradients import LateGradient
 
 
@@ -100,25 +102,36 @@ class Deferred:
 
     Attributes:
         leaf: the parameter whose gradient it is, if autograd ends there.
+        joint: the parameters of which the weight was made, if it was.
         late: the gradient on its way, from the product's backward until it arrives.
     """
 
-    def __init__(self, leaf: Tensor | None = None) -> None:
-        self.leaf = leaf if leaf is not None and leaf.is_leaf else None
+    def __init__(self, weight: Tensor) -> None:
+        self.leaf = weight if weight.is_leaf else None
+        self.joint: JointLeaves | None = None if weight.is_leaf else getattr(weight, "ndtp_leaves", None)
         self.late: LateGradient | None = None
 
+    @property
+    def holder(self) -> Tensor | JointLeaves | None:
+        """The parameters whose gradient may wait for its sum until backward ends, or a later one comes."""
+        return self.joint if self.leaf is None else self.leaf
+
     def accumulates(self, arrival: Any) -> bool:
-        """Return whether the current backward adds the gradient to the `.grad` of a parameter.
+        """Return whether the current backward adds the gradient to the `.grad` of parameters.
 
         Not so where `torch.autograd.grad` asks for it, or nobody does.
 
         Args:
             arrival: the node of autograd at which it arrives.
         """
-        if self.leaf is None or not torch._C._will_engine_execute_node(arrival):  # type: ignore[attr-defined]
+        if self.joint is not None and TURN.get() is None:
+            leaves = [leaf for _, leaf in self.joint.wanted()]
+        else:
+            leaves = [] if self.leaf is None else [self.leaf]
+        if not leaves or not torch._C._will_engine_execute_node(arrival):  # type: ignore[attr-defined]
             return False
         try:
-            return torch._C._will_engine_execute_node(end_of(self.leaf))  # type: ignore[attr-defined]
+            return all(torch._C._will_engine_execute_node(end_of(leaf)) for leaf in leaves)  # type: ignore[attr-defined]
         except RuntimeError:  # torch's answer for a leaf that `torch.autograd.grad` was given
             return False
 

@@ -88,7 +88,7 @@ def refuse_handed_out(weight: Any, where: str) -> None:
             raise LayoutError(
                 f"{where} {tuple(weight.shape)} is computed from '{leaf.ndtp_name}', with which code outside of the "
                 "model's forward computes, on a grid whose ranks have rows of their own (dp): the gradient would be "
-                "summed twice\n  fix: compute it in the model's forward (a parametrization) alone; or from "
-                "p.detach().requires_grad_()"
+                "summed twice\n  fix: compute it in the model's forward (a parametrization) alone; prune it under "
+                "torch.no_grad(); or compute from p.detach().requires_grad_()"
             )
         waiting += [after for after, _ in node.next_functions]

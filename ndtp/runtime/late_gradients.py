@@ -27,7 +27,10 @@ from ndtp.schedule.tasks import WINDOW
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from ndtp.runtime.joint_leaves import JointLeaves
     from ndtp.runtime.moves import Move
+
+    Holder = Tensor | JointLeaves | None
 
 
 class LateGradient:
@@ -36,16 +39,19 @@ class LateGradient:
     Attributes:
         number: in the order in which backward came to them.
         move: the way of the gradient from a sum of this rank to how it is stored.
-        leaf: the parameter to whose `.grad` it is to be added, if its move was told to stop before an all-reduce.
+        leaf: the parameter to whose `.grad` it is to be added, or those of which the weight was made, if its move was
+            told to stop before an all-reduce.
         sums: where it is kept then, or takes up what was kept of earlier ones.
     """
 
     __slots__ = ("_is_handed_in", "_is_kept", "_queue", "leaf", "move", "number", "sums")
 
-    def __init__(self, queue: LateGradients, number: int, move: Move, leaf: Tensor | None, sums: PartialSums) -> None:
+    def __init__(
+        self, queue: LateGradients, number: int, move: Move, leaf: Tensor | JointLeaves | None, sums: PartialSums
+    ) -> None:
         self._queue, self.number, self.move, self.leaf, self.sums = queue, number, move, leaf, sums
         self._is_kept, self._is_handed_in = leaf is not None and sums.is_accumulating, False
-        if leaf is not None and self._is_kept and TURN.get() is not None:
+        if isinstance(leaf, Tensor) and self._is_kept and TURN.get() is not None:
             sums.expect(leaf, self)
 
     def start_next(self) -> None:
@@ -128,7 +134,7 @@ class LateGradients:
         self._count = 0
         self.backward = Backward()  # parts that run in turns have one each
 
-    def expect(self, move: Move, leaf: Tensor | None, sums: PartialSums) -> LateGradient:
+    def expect(self, move: Move, leaf: Holder, sums: PartialSums) -> LateGradient:
         self._count += 1
         return LateGradient(self, self._count, move, leaf, sums)
 

@@ -64,6 +64,7 @@ class Way:
         kind: str = "",
     ) -> None:
         self.collectives, self.steps, self.blocks = collectives, tuple(steps), blocks
+        self.op, self.phase, self.kind = op, phase, kind
         grid, rank = collectives.groups.grid, collectives.groups.rank
         legs: list[Cut | Route] = []
         for i, step in enumerate(steps):
@@ -182,6 +183,18 @@ class Move:
             return False
         leg = self.way.legs[self._taken]
         return not isinstance(leg, Cut) and leg.kind == "all_reduce" and not leg.follows
+
+    @property
+    def held_steps(self) -> tuple[Step, ...]:
+        """The all-reduce that is held back, and the steps behind it."""
+        steps = self.way.steps
+        return steps[next(i for i, step in enumerate(steps) if step.kind == "all_reduce") :]
+
+    def rest_of(self, part: Tensor) -> Move:
+        """Return the move of a part of what is held back, from here on."""
+        way, shape = self.way, tuple(part.shape)
+        rest = Way(way.collectives, self.held_steps, way.op, way.phase, shape, part.dtype, kind=way.kind)
+        return Move(rest, part, hold=True)
 
     def add(self, other: Tensor) -> None:
         """Add to what is held back."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ndtp.collectives.turns import staying
+from ndtp.runtime.joint_leaves import JointLeaves
 from ndtp.runtime.versions import version_of
 from ndtp.schedule.tasks import LOOKAHEAD
 
@@ -26,7 +27,7 @@ class _Expected(Protocol):
 
 
 @dataclass
-class _Sum:
+class PartialSum:
     """The sum of a weight's micro-batch gradients on this rank so far, before its all-reduce."""
 
     leaf: Tensor
@@ -43,7 +44,7 @@ class PartialSums:
 
     def __init__(self) -> None:
         self.depth = 0  # of the contexts in which gradients are accumulated
-        self._sums: dict[int, _Sum] = {}  # by the identity of the weight
+        self._sums: dict[int, PartialSum] = {}  # by the identity of the weight
         # Those that parts in turns with this one will hold, by the weight: what takes them up need not wait for these.
         self._expected: dict[int, list[_Expected]] = {}
         self.in_turns = False  # whether there may be any
@@ -64,8 +65,12 @@ class PartialSums:
         """Expect a gradient that is held when it arrives."""
         self._expected.setdefault(id(leaf), []).append(late)
 
-    def hold(self, leaf: Tensor, number: int, gradient: Tensor, move: Move) -> None:
+    def hold(self, leaf: Tensor | JointLeaves, number: int, gradient: Tensor, move: Move) -> None:
         """Keep the gradient of a micro-batch, which the rest of its `move` would reduce."""
+        if isinstance(leaf, JointLeaves):
+            for each, part in leaf.parts_of(gradient):
+                self.hold(each, number, part, move.rest_of(part))
+            return
         if self._expected:
             left = [late for late in self._expected.pop(id(leaf), ()) if late.number != number]
             self._expected |= {id(leaf): left} if left else {}
@@ -73,11 +78,14 @@ class PartialSums:
         total = gradient.to(leaf.dtype)  # autocast multiplies in another
         if earlier is not None:
             total, number = total + earlier.tensor, earlier.number
-        self._sums[id(leaf)] = _Sum(leaf, number, total, move)
+        self._sums[id(leaf)] = PartialSum(leaf, number, total, move)
         _spare_hooks(leaf)
 
-    def take(self, leaf: Tensor) -> Tensor | None:
+    def take(self, leaf: Tensor | JointLeaves) -> Tensor | None:
         """The sum of a weight, which is added to a gradient that goes on to its all-reduce."""
+        if isinstance(leaf, JointLeaves):
+            found_parts = {i: total for i, each in leaf.wanted() if (total := self.take(each)) is not None}
+            return leaf.joined(found_parts) if found_parts else None
         found = self._sums.pop(id(leaf), None)
         total = None if found is None else found.tensor
         for late in self._expected.pop(id(leaf), ()):
@@ -86,25 +94,33 @@ class PartialSums:
             _spare_hooks(leaf)
         return total
 
-    @torch.no_grad()
-    def finish(self) -> None:
-        """All-reduce all sums, in the order in which backward came to the weights, and hand them to autograd.
-
-        So hooks of the weights run, and see finished gradients.
-        """
+    def taken(self) -> list[PartialSum]:
+        """Return all sums, in the order in which backward came to the weights; they are kept no more."""
         waiting = sorted(self._sums.values(), key=lambda each: each.number)
         self._sums.clear()
-        for each in waiting:
-            each.move.resume(each.tensor)
-        with staying():
-            for i, each in enumerate(waiting):
-                for following in waiting[i : i + LOOKAHEAD]:  # the second flies while the first is waited for
-                    following.move.release_hold().start()
-                _accumulate(each.leaf, each.move.wait().to(each.leaf.dtype))
+        return waiting
+
+    def finish(self) -> None:
+        """All-reduce all sums, in the order in which backward came to the weights, and hand them to autograd."""
+        reduce_in_order(self.taken())
 
     def discard(self) -> None:
         self._sums.clear()
         self._expected.clear()
+
+
+@torch.no_grad()
+def reduce_in_order(waiting: Sequence[PartialSum]) -> None:
+    """All-reduce sums in their order, and hand them to autograd: so hooks of the weights run, and see finished
+    gradients.
+    """
+    for each in waiting:
+        each.move.resume(each.tensor)
+    with staying():
+        for i, each in enumerate(waiting):
+            for following in waiting[i : i + LOOKAHEAD]:  # the second flies while the first is waited for
+                following.move.release_hold().start()
+            _accumulate(each.leaf, each.move.wait().to(each.leaf.dtype))
 
 
 def _accumulate(leaf: Any, total: Tensor) -> None:

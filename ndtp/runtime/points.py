@@ -54,6 +54,7 @@ class Point:
         factor: the number by which all ranks scale their gradients; NaN where a rank cannot tell.
         facts: all of it in words; made where a rank has something else.
         tolerance: how near `numbers` are that differ by rounding, as a share of their norm.
+        apart: what begins the topics in which ranks with other rows may differ, of which `compare` tells.
     """
 
     what: str
@@ -63,6 +64,7 @@ class Point:
     factor: float = math.nan
     facts: Callable[[], list[Fact]] = list
     tolerance: float = COARSE
+    apart: tuple[str, ...] = ()
 
     def row(self) -> Row:
         """Return the row that the point shows to other ranks: hashes, and numbers."""
@@ -91,11 +93,14 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else repr(value)
 
 
-def compare(mesh: Compared, conversation: Conversation, point: Point, rows_differ: Sequence[str] = ()) -> None:
+def compare(mesh: Compared, conversation: Conversation, point: Point, rows_differ: Sequence[str] = ()) -> bool:
     """Compare a point with those of all ranks of the grid, in what is `Speaking`.
 
     Args:
         rows_differ: the axes along which ranks have rows of their own.
+
+    Returns:
+        Whether ranks with other rows differ in topics in which they may.
 
     Raises:
         MismatchError: names all that differs, on every rank.
@@ -107,11 +112,28 @@ def compare(mesh: Compared, conversation: Conversation, point: Point, rows_diffe
     except RuntimeError as error:
         raise _failed(mesh, conversation, error, point.what) from error
     if rows.count(own) == len(rows) or _is_alike(rows, _places(mesh, conversation, rows_differ), point.tolerance):
-        return
+        return False
     told = [json.loads(text) for text in _heard(mesh, conversation, point)]
     of_all = told, mesh.grid, _ranks(mesh, conversation), tuple(rows_differ)
-    if not any(NOT_KNOWN in fact for each in told for fact in each["facts"]) or differences(*of_all):
+    found = differences(*of_all)
+    if found or not any(NOT_KNOWN in fact for each in told for fact in each["facts"]):
+        if point.apart and found and not differences(_with_apart(told, point.apart, rows_differ), *of_all[1:]):
+            return True
         raise MismatchError(message(*of_all))
+    return False
+
+
+def _with_apart(
+    told: Sequence[Mapping[str, Any]], begins: tuple[str, ...], axes: Sequence[str]
+) -> list[Mapping[str, Any]]:
+    """Return what ranks tell, where topics that begin so may differ along axes."""
+    return [
+        {
+            **each,
+            "facts": [(topic, text, axes if topic.startswith(begins) else own) for topic, text, own in each["facts"]],
+        }
+        for each in told
+    ]
 
 
 def compare_facts(mesh: Compared, what: str, facts: Sequence[Fact], details: Callable[[], list[Fact]]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 
 _MOST_USES = 100_000
+# Begin the name of a weight that is no parameter, and of one that was used while gradients were accumulated.
+COMPUTED, EARLIER = "what is computed of ", "in earlier micro-batches alone: "
 
 
 class StepState:
@@ -81,6 +83,16 @@ class StepState:
         found, self.loaded = self.loaded, []
         return [(name, int(seen) & (1 << 63) - 1) for name, seen in found]
 
+    def note_uses(self, names: Sequence[str], of_parameters: bool) -> None:
+        """Note weights that are used in a graph, but for what a checkpoint computes again.
+
+        Args:
+            of_parameters: whether the gradients are those of parameters, which may be summed when backward ends; else
+                what computed the weights waits for them.
+        """
+        if self.uses is not None and torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
+            self.uses += names if of_parameters else [COMPUTED + name for name in names]
+
     def fold_uses(self) -> None:
         """Keep the names of uses bounded, of a program that calls a model with a graph and never goes backward."""
         if self.uses and len(self.uses) > _MOST_USES:
@@ -89,14 +101,15 @@ class StepState:
     def taken_uses(self) -> list[str]:
         """Return the weights that were used since the last backward: each use ends in collectives of its own.
 
-        While gradients are accumulated ranks may use others, as long as all use the same ones in the end.
+        While gradients are accumulated ranks may use others, but for those whose gradients do not wait.
         """
         found, self.uses = self.uses or [], []
         if self.partial_sums.depth:
-            self._accumulated.update(found)
-            return []
+            at_once = [name for name in found if name.startswith(COMPUTED)]
+            self._accumulated.update(set(found).difference(at_once))
+            return at_once
         before, self._accumulated = self._accumulated, set()
-        return found + sorted(before.difference(found)) if before else found
+        return found + [EARLIER + name for name in sorted(before.difference(found))] if before else found
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:

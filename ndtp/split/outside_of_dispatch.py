@@ -1,8 +1,8 @@
-"""Scripts of TorchScript, transforms of `torch.func` and `plain.data =`: they take tensors by their memory, and so they
-get the whole.
+"""Scripts, transforms of `torch.func`, `plain.data =` and backwards that are given gradients get whole tensors.
 
-None of them asks `__torch_function__`.  Within a transform a split tensor that a function has from outside of it is
-taken whole, too: a rule would see one entry of the batch, or a tensor of another level, and take it for a shard.
+They take tensors by their memory, and none of them asks `__torch_function__`.  Within a transform a split tensor that a
+function has from outside of it is taken whole, too: a rule would see one entry of the batch, or a tensor of another
+level, and take it for a shard.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ def whole_in_scripts_and_transforms() -> None:
     for target in _SCRIPTS:
         replaced(target, _on_whole)
     replaced("torch.Tensor.data", _Data)
+    replaced("torch.autograd._make_grads", _of_whole_tensors)
 
 
 @rule(IN_TRANSFORM)
@@ -96,9 +97,26 @@ class _Data:
 
     def __set__(self, owner: Any, value: Any) -> None:
         if type(value) not in _PLAIN and not (isinstance(owner, DTensor) or hasattr(type(owner), "gathered")):
-            value = value.gathered() if hasattr(value, "gathered") else value
-            value = value.full_tensor().detach() if isinstance(value, GridTensor) else value
+            value = _whole_of(value)
         self._given.__set__(owner, value)
 
     def __delete__(self, owner: Any) -> None:
         self._given.__delete__(owner)
+
+
+def _whole_of(x: Any) -> Any:
+    """Return the whole of what is split, without a graph; anything else as it is."""
+    x = x.gathered() if hasattr(x, "gathered") else x
+    return x.full_tensor().detach() if isinstance(x, GridTensor) else x
+
+
+def _of_whole_tensors(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap what checks the gradients that a backward begins with: those of whole tensors are whole."""
+
+    def made(outputs: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(each is not None and type(each) not in _PLAIN for each in gradients):
+            pairs = zip(outputs, gradients, strict=True)
+            gradients = [_whole_of(each) if type(out) in _PLAIN else each for out, each in pairs]
+        return make(outputs, gradients, *args, **kwargs)
+
+    return made

@@ -113,6 +113,13 @@ def check_different_models():
         ndtp.parallelize(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), mesh, scheme="1d")
     with pytest.raises(MismatchError, match=r"of '0\.weight' .* instead of"):
         ndtp.parallelize(nn.Sequential(nn.Linear(4, 4 + mesh.rank)), mesh, scheme="1d")
+    bank = nn.Sequential(nn.Linear(4, 4))
+    with torch.no_grad():
+        bank[0].weight.fill_(1)
+        bank[0].bias.fill_(1)
+    bank.register_buffer("at", torch.full((1,), mesh.rank), persistent=False)  # as torch.empty may have it
+    with pytest.raises(MismatchError, match=r"of 'at' .*\n  fix: .*; model.get_buffer\('at'\).zero_\(\)"):
+        ndtp.parallelize(bank, mesh, scheme="1d")
     check_optimizer_that_cannot()
     check_second_call(mesh)
     check_used_twice(mesh)

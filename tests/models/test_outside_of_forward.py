@@ -1,7 +1,6 @@
 """Code outside of a model's forward computes with its parameters and layers, where ranks have rows of their own."""
 
 import copy
-import re
 from functools import partial
 
 import pytest
@@ -10,10 +9,10 @@ import torch.nn.functional as F
 from products import mesh_of
 from torch import nn
 from torch.distributed.tensor import Replicate
-from torch.utils.checkpoint import checkpoint
+from torch.nn.utils import prune
 
 import ndtp
-from ndtp import Grid, LayoutError, MismatchError
+from ndtp import Grid, LayoutError
 
 GRIDS = [({"dp": 2}, "1d"), ({"dp": 2, "x": 2}, "1d-sp"), ({"dp": 2, "x": 2, "y": 2}, "2d")]
 
@@ -156,89 +155,26 @@ def test_gradients_are_those_of_all_rows(ranks, sizes, scheme):
     ranks(2 ** len(sizes)).run(check_losses, sizes, scheme)
 
 
-class Routed(nn.Module):
-    """Experts that a rank calls where it has rows for them, or always."""
-
-    def __init__(self, always):
-        super().__init__()
-        self.always, self.inner = always, nn.Linear(16, 16)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)) for _ in range(3))
-
-    def forward(self, x, which):
-        h = self.inner(x)
-        y = h
-        for i, expert in enumerate(self.experts):
-            mask = which == i
-            if self.always or mask.any():
-                rows = mask.nonzero()[:, 0]
-                y = y.index_add(0, rows, expert(h[rows]))
-        return y
-
-
-def routed(mesh, always):
-    torch.manual_seed(0)
-    x, which = torch.randn(8, 16, dtype=torch.float64), torch.tensor([0, 1, 1, 0, 1, 2, 1, 2])
-    dense, at = Routed(always).double(), mesh.coordinate["dp"]
-    model = ndtp.parallelize(copy.deepcopy(dense), mesh, scheme="1d", example=(x, torch.arange(8) % 3))
-    dense(x, which).square().mean().backward()
-    (model(x.chunk(2)[at], which.chunk(2)[at]).square().mean() / 2).backward()
-    return model, dense
-
-
-def check_routes():
-    mesh = mesh_of(Grid(dp=2, x=2))
-    model, dense = routed(mesh, True)
-    for p, q in zip(model.parameters(), dense.parameters(), strict=True):
-        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
-    with pytest.raises(MismatchError) as error:
-        routed(mesh, False)
-    return str(error.value)
-
-
-def test_layers_that_some_ranks_call(ranks):
-    for said in ranks(4).run(check_routes):
-        assert re.search(
-            "uses of the weights of 'experts.0.0' before it: ranks 2-3 have nothing, ranks 0-1 have 1", said
-        ), said
-        assert "calls it without any, layer(x[mask])" in said
-
-
-class Branch(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.again = nn.Linear(16, 16), nn.Linear(16, 16), None
-
-    def forward(self, x, takes):
-        b = self.b if self.again is None else partial(checkpoint, self.b, use_reentrant=self.again)
-        return b(self.a(x)) if takes.any() else self.a(x)
-
-
-def check_micro_batches(first, second, again=None):
-    """Each rank's branch in two micro-batches: they may differ in the first one if the last one has them all."""
+def check_pruned():
+    """Pruning computes the weight once outside of forward, and then in each forward."""
     mesh, x = mesh_of(Grid(dp=2)), torch.randn(4, 16, dtype=torch.float64)
     torch.manual_seed(0)
-    dense, at = Branch().double(), mesh.coordinate["dp"]
-    model = ndtp.parallelize(copy.deepcopy(dense), mesh, scheme="1d", example=(x, torch.ones(1)))
-    model.again = again
-    for taken in (first, second):
-        for rank in range(2):
-            dense(x.chunk(2)[rank], torch.tensor(taken[rank])).square().mean().backward()
-    with mesh.accumulate():
-        model(x.chunk(2)[at], torch.tensor(first[at])).square().mean().backward()
-    model(x.chunk(2)[at], torch.tensor(second[at])).square().mean().backward()
+    dense = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)).double()
+    model = ndtp.parallelize(copy.deepcopy(dense), mesh)
+    mine = x.chunk(2)[mesh.coordinate["dp"]]
+    for net, rows in ((dense, x), (model, mine)):
+        with torch.no_grad():
+            prune.l1_unstructured(net[0], "weight", 0.3)
+        net(rows).square().mean().backward()
     for p, q in zip(model.parameters(), dense.parameters(), strict=True):
-        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+        torch.testing.assert_close(p.grad.full_tensor() / 2, q.grad)
+    prune.l1_unstructured(model[2], "weight", 0.3)
+    with pytest.raises(LayoutError, match=r"fix: .*prune it under torch.no_grad\(\)"):
+        model(mine)
 
 
-def check_uneven_micro_batches():
-    for again in (None, False, True):  # computed again by a checkpoint
-        check_micro_batches((0, 1), (1, 1), again)
-    with pytest.raises(MismatchError, match="uses of the weights of 'b' before it: rank"):
-        check_micro_batches((0, 1), (0, 0))
-
-
-def test_layers_that_some_ranks_call_while_gradients_add_up(ranks):
-    ranks(2).run(check_uneven_micro_batches)
+def test_pruning_where_ranks_have_rows_of_their_own(ranks):
+    ranks(2).run(check_pruned)
 
 
 def check_waiting(sizes):

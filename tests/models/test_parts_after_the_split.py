@@ -130,3 +130,28 @@ def test_adapters_that_come_after_the_split(ranks, grid):
 def test_a_parameter_that_comes_after_the_split(ranks, grid):
     """It has the dense gradient wherever it is."""
     ranks(2).run(check_a_gain_after_the_split, grid)
+
+
+@pytest.mark.filterwarnings("ignore")
+def check_appended():
+    """A layer that is appended to a split model stays whole, and takes hidden states that are split."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    mesh = mesh_of(Grid(dp=2, x=2))
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    dense = LlamaForCausalLM(LlamaConfig(vocab_size=50, num_hidden_layers=1, **sizes)).double()
+    model = ndtp.parallelize(copy.deepcopy(dense), mesh)
+    ids, at = torch.randint(50, (4, 10)), mesh.coordinate["dp"]
+    for net, rows in ((dense, ids), (model, ids.chunk(2)[at])):
+        torch.manual_seed(5)
+        net.model.layers.append(LlamaDecoderLayer(net.config, 1).double())
+        net.config.num_hidden_layers = 2
+        net(input_ids=rows, labels=rows, use_cache=False).loss.backward()
+    for p, q in zip(model.parameters(), dense.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_layer_that_is_appended(ranks):
+    ranks(4).run(check_appended)

@@ -224,11 +224,11 @@ class OfParts(nn.Module):
         return sum(self.parts[name](x) for name, x in inputs.items()) * scale
 
 
-def called_in_orders(kind, given):
+def called_in_orders(kind, given, example=None):
     """What a rank says of arguments that one rank gives in another order."""
     mesh = ProcessGrid(Grid(x=2), timeout=60)
     torch.manual_seed(0)
-    model, x = ndtp.parallelize(kind(), mesh, scheme="1d", example=given), given
+    model, x = ndtp.parallelize(kind(), mesh, scheme="1d", example=example or given), given
     try:
         model(**(dict(reversed(x.items())) if mesh.rank else x)).sum().backward()
     except MismatchError as error:
@@ -258,7 +258,7 @@ def called_exchanged(given):
 def called_without(kind, given):
     """What a rank says where one rank leaves out the last argument."""
     keys = list(given)[: 1 if dist.get_rank() else 2]
-    return called_in_orders(kind, {key: given[key] for key in keys})
+    return called_in_orders(kind, {key: given[key] for key in keys}, given)
 
 
 def test_arguments_by_name_may_come_in_any_order_where_forward_names_them(ranks):
