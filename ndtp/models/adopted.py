@@ -63,12 +63,14 @@ class Adopted(Sharded):
     """A module of a stock model; never constructed, see `adopt`.
 
     Attributes:
+        dense_class: the class of the model's own code.
         settled: what it does with rows of decode steps.
     """
 
     frame: Frame
     lies: dict[str, Lies]
     settled: Settlements
+    dense_class: type[nn.Module]
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
@@ -158,18 +160,23 @@ def adopt(module: nn.Module, kind: type[Adopted], frame: Frame, name: str, behin
     Args:
         behind: what its own class does comes first, and calls `kind` by `super()`.
     """
-    module.__class__ = class_of(kind, type(module), behind)
+    theirs = type(module)
+    module.__class__ = class_of(kind, theirs, behind)
     module.frame, module.mesh, module.name, module.lies, module.seed = frame, frame.mesh, name, {}, None  # type: ignore[assignment]
-    module.settled = Settlements()  # type: ignore[assignment]
+    module.dense_class, module.settled = theirs, Settlements()  # type: ignore[assignment]
     return module
 
 
 class SplitNorm(Adopted):
-    """A layer norm or RMS norm over the features of hidden states."""
+    """A layer norm or RMS norm over the features of hidden states.
+
+    Attributes:
+        eps_name: of the attribute where that code finds its epsilon, in each call.
+    """
 
     norm_plan: NormPlan
     offset: float
-    eps_name: str = ""  # of the attribute where the model's code finds its epsilon, in each call
+    eps_name: str = ""
 
     def forward(self, x: Any = None, **named: Any) -> Tensor:
         if named:
@@ -178,7 +185,7 @@ class SplitNorm(Adopted):
         if vars(self).get(self.eps_name, plan.eps) != plan.eps:
             plan = self.plan_now(plan, x.dtype)
         if are_few(x, self) and x.shape[-1] == plan.features:
-            return self._of_whole_rows(x, plan)
+            return self._as_dense(self._of_whole_rows(x, plan), x.dtype)
         given = (x.passage.features,) if isinstance(x, Hidden) else x.shape[-1:]
         if given != (plan.features,) and not any(p is not None for p in self._parameters.values()):
             return super().forward(whole(x))  # type: ignore[misc, no-any-return]  # of whatever it is given
@@ -189,7 +196,31 @@ class SplitNorm(Adopted):
         key = (rows.shape, rows.dtype, id(plan), self.mesh.collectives)
         settled = self.settled.found(key) if is_inference(rows, self.mesh) else None
         y = self._normed(rows, plan, key) if settled is None else settled(rows)
+        y = self._as_dense(y, rows.dtype)
         return enter(y.view_as(y), led_to(self, passage, self._led_to))
+
+    def _as_dense(self, y: Tensor, given: torch.dtype) -> Tensor:
+        """Return a norm of what was `given` in the dtype in which the model's own code gives it, where its parameters
+        are of another one: T5's takes rows of 32 bits to 16.
+        """
+        own = next((p.dtype for p in self._parameters.values() if p is not None), given)
+        return y if own is given or torch.is_autocast_enabled(y.device.type) else y.to(self._dtype_of(own, given))
+
+    def _dtype_of(self, own: torch.dtype, given: torch.dtype) -> torch.dtype:
+        """Return the dtype of what the model's own code gives, by a trial of one row."""
+        known = vars(self).setdefault("ndtp_dtypes", {})
+        if (own, given) not in known:
+            trial, size = object.__new__(self.dense_class), self.norm_plan.features
+            vars(trial).update(vars(self))
+            with torch.device("cpu"), torch.no_grad():
+                parameters = {name: None if p is None else torch.ones(size, dtype=p.dtype)
+                              for name, p in self._parameters.items()}  # fmt: skip
+                vars(trial)["_parameters"] = parameters
+                try:
+                    known[own, given] = self.dense_class.forward(trial, torch.ones(1, size, dtype=given)).dtype
+                except RuntimeError:  # torch's own norms take no two dtypes
+                    known[own, given] = given
+        return known[own, given]  # type: ignore[no-any-return]
 
     def _of_whole_rows(self, x: Tensor, plan: NormPlan) -> Tensor:
         """Return the norm of rows that are whole, and few, on this rank."""

@@ -171,7 +171,7 @@ class HeadNorm(SplitNorm):
         x = leave(x) if isinstance(x, SplitTensor) else x
         plan = self.plan_now(plan, x.dtype)
         gain, bias = self.own("weight", x), self.own("bias", x)
-        y = norm(x.reshape(-1, local), gain, bias, plan, self.mesh, self.offset)
+        y = self._as_dense(norm(x.reshape(-1, local), gain, bias, plan, self.mesh, self.offset), x.dtype)
         y = self.core.shared_heads(y) if self.gathers else y
         y = y.unflatten(0, x.shape[:-1])
         if spec is None:
@@ -188,7 +188,7 @@ class HeadNorm(SplitNorm):
         plan = self.plan_now(plan, x.dtype)
         rows = shard_of(self.core, x, plan.layout)
         gain, bias = self.own("weight", rows), self.own("bias", rows)
-        y = norm(rows, gain, bias, plan, self.mesh, self.offset)
+        y = self._as_dense(norm(rows, gain, bias, plan, self.mesh, self.offset), rows.dtype)
         return of_shard(self.core, y, plan.layout, tuple(x.shape), self.name)
 
 
