@@ -114,7 +114,8 @@ class Frame:
 
     def note_loss(self, loss: Tensor) -> Tensor:
         """Note that a loss is that of all sequences, and return it as one to which code may add others in place."""
-        if not self.running or not self.mesh.grid.nontrivial(self.outside.dims[0]):
+        is_models = self.running or self.has_labels  # the latter alone where the program around the model is compiled
+        if not is_models or not self.mesh.grid.nontrivial(self.outside.dims[0]):
             return loss
         self.split_losses.append(loss)
         return loss.clone()

@@ -16,8 +16,10 @@ from torch import Tensor
 MOST_NODES = 1024  # of a graph between a loss and its terms
 PASSED = {
     "Add", "Sub", "Rsub", "Mul", "Div", "Neg", "Clone", "ToCopy", "Alias", "View", "ReshapeAlias", "Reshape", "Squeeze",
-    "Unsqueeze", "Stack", "Cat", "Mean", "Sum", "Select", "Unbind", "Expand", "UnsafeView", "Permute", "T",
+    "Unsqueeze", "Stack", "Cat", "Mean", "Sum", "Select", "Unbind", "Expand", "UnsafeView", "Permute", "T", "_Reduce",
 }  # fmt: skip
+# Other forms of one number; a sum of what is split is added up over the ranks that have its parts.
+FORMS = {"View", "ReshapeAlias", "Reshape", "Squeeze", "UnsafeView", "Clone", "_Reduce"}
 JOINED = ("Stack", "Cat")  # several losses in one tensor
 MEAN, SUM = 1, 2  # as torch numbers reductions
 
@@ -67,10 +69,14 @@ def _term(node: Any) -> Term | None:
         return Term("sum" if node._saved_reduction == SUM else "")
     if name == "Mean" and _is_of_numbers(node):
         return Term("mean", node._saved_self_sym_numel)
+    while name == "Div" and _kind(before) in FORMS:
+        before = _before(before)
     if name == "Div" and _kind(before) == "Sum" and _is_of_numbers(before):
         return Term("mean", node._saved_other)
     if name == "Sum" and _is_of_numbers(node):
-        return Term("sum" if "CtcLoss" in _kind(_before(node)) else "numbers")
+        first = _before(node)
+        steps = [first, *(each for each, _ in first.next_functions)] if first is not None else []
+        return Term("sum" if any("CtcLoss" in _kind(each) for each in steps) else "numbers")  # where it is finite, too
     return None if name in PASSED else Term("")
 
 

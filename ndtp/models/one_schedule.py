@@ -104,8 +104,7 @@ def as_one(ups: Sequence[Projection], leaves: Sequence[tuple[int, int | None]]) 
     weight = _in_turns([w for w, _ in layers], dim)
     if all(bias is None for _, bias in layers):
         return weight, None
-    shape = weight.shape[dim] // 2
-    return weight, _in_turns([weight.new_zeros(shape) if b is None else b for _, b in layers], 0)
+    return weight, _in_turns([b for _, b in layers], 0, weight.new_zeros(weight.shape[dim] // 2))
 
 
 def _turned(fused: Sequence[Any], dim: int, parts: int, is_turned: bool) -> Tensor:
@@ -118,10 +117,10 @@ def _turned(fused: Sequence[Any], dim: int, parts: int, is_turned: bool) -> Tens
     return made_of(fused, [local_shard(each) for each in fused], turned)
 
 
-def _in_turns(layers: Sequence[Any], dim: int) -> Tensor:
-    """Features of several layers in turns."""
-    shards = [local_shard(each) for each in layers]
-    return made_of(layers, shards, lambda given: torch.stack(list(given), dim + 1).flatten(dim, dim + 1))
+def _in_turns(parameters: Sequence[Any], dim: int, zeros: Tensor | None = None) -> Tensor:
+    """Features of several layers in turns; `zeros` where a layer has none."""
+    shards: list[Any] = [zeros if each is None else local_shard(each) for each in parameters]
+    return made_of(parameters, shards, lambda given: torch.stack(list(given), dim + 1).flatten(dim, dim + 1))
 
 
 # Numbers that tell activations apart, none of them where one has a kink; far out, what is clamped shows.

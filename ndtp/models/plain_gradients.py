@@ -117,13 +117,10 @@ class PlainGradients:
             if not is_known and not is_plain(parameter):
                 self._watch_split(name, parameter)
             if not hasattr(parameter, "ndtp_summed_over") and _may_have_gradient(parameter):
-                if any(parameter is each for _, each in self._parameters):  # moved since, by `model.to`
-                    parameter._backward_hooks = parameter._backward_hooks  # the memory there has no hooks yet
-                    parameter.ndtp_summed_over = self.axes  # type: ignore[attr-defined]
-                    continue
                 owner = model.get_submodule(name.rpartition(".")[0])
                 own = vars(owner).get("lies")  # what else somebody put onto a layer is none of its own
-                if isinstance(owner, Sharded) and (own is None or name.rpartition(".")[2] in own):
+                is_of_layer = isinstance(owner, Sharded) and (own is None or name.rpartition(".")[2] in own)
+                if is_of_layer or _makes_weight(model, name):
                     # Gradients of it come as they lie.
                     parameter.ndtp_summed_over = ()  # type: ignore[attr-defined]
                     continue
@@ -303,6 +300,15 @@ for _hook in (
     inspect.unwrap(PlainGradients._finish),
 ):  # a compiled step calls them in backward
     as_it_is(_hook)
+
+
+def _makes_weight(model: nn.Module, name: str) -> bool:
+    """Return whether a layer on the grid, which sums gradients, computes its weight from this parameter."""
+    path, _, key = name.rpartition(".")
+    layer, is_parametrized, of = f".{path}".rpartition(".parametrizations.")
+    owner: Any = model.get_submodule(layer.removeprefix(".") if is_parametrized else path)
+    weight = of if is_parametrized else key.rpartition("_")[0]
+    return isinstance(owner, Sharded) and weight in (vars(owner).get("lies") or ())
 
 
 def _may_have_gradient(parameter: nn.Parameter) -> bool:

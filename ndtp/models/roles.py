@@ -247,11 +247,12 @@ def _path(kind: type) -> str:
 
 
 def vocabulary_of(model: Any, which: str) -> Any:
-    """Return the result of `get_input_embeddings` or `get_output_embeddings`; None where the model has none."""
+    """Return the layer that `get_input_embeddings` or `get_output_embeddings` gives; None where that is none."""
     try:
-        return getattr(model, which)() if hasattr(model, which) else None
+        found = getattr(model, which)() if hasattr(model, which) else None
     except (NotImplementedError, AttributeError):  # code that looks for what this model was made without
         return None
+    return found if isinstance(found, nn.Module) else None  # Perceiver's is a parameter
 
 
 def around_layers(model: Any, modules: dict[str, nn.Module], hidden: int, casts: bool = False) -> tuple[int, set[str]]:

@@ -28,7 +28,7 @@ from ndtp.models.pending import Pending
 from ndtp.models.same_inputs import facts_of, inputs_of, settings_of
 from ndtp.models.same_optimizers import settings_by_name, watch_steps
 from ndtp.models.same_steps import Steps
-from ndtp.models.unequal_uses import MAY_DIFFER, WaitingBackward, facts_of_uses, warn_of
+from ndtp.models.unequal_uses import MAY_DIFFER, WaitingBackward, facts_of_uses, reduce_held, warn_of
 from ndtp.runtime.eagerly import eagerly
 from ndtp.runtime.facts import (
     COARSE,
@@ -93,7 +93,6 @@ class SameCalls:
         self._operands: list[tuple[str, Any]] = []  # of losses that code outside of the model has made since its call
         self.draws: Sequence[str] = ()  # the generators from which the last call drew
         self._task, self.number = -1, next(_NUMBERS)
-        self._waiting: WaitingBackward | None = None
         self._has_warned = False  # of layers that not all ranks use
 
     @property
@@ -119,11 +118,11 @@ class SameCalls:
         made.mesh = copy.deepcopy(self.mesh, memo)
         made._model = ref(copy.deepcopy(self.model, memo))
         made.late, made.late_numbers, made.of_last, made._operands, made.steps = [], {}, [], [], Steps(made)
-        made.number, made._waiting = next(_NUMBERS), None
+        made.number = next(_NUMBERS)
         for name in ("depth", "drawn", "at_work"):
             vars(made).pop(name, None)
         if made.is_on:
-            watch_steps(made)
+            made._tell_of_steps()
         return made
 
     # --------------------------------------------------------------------------------------------------------- hooks
@@ -133,12 +132,19 @@ class SameCalls:
         for module in entries:
             module.register_forward_pre_hook(self.begin, with_kwargs=True, prepend=True)
             module.register_forward_hook(self.end, with_kwargs=True, always_call=True)
-        watch_steps(self)
+        self._tell_of_steps()
         if self.is_on and self.mesh.groups.conversation() is not None:
             self.mesh.step.loaded, self.mesh.step.uses = [], []
             self._reads()  # those of an earlier grid
             self.steps.note_weights()
         return self
+
+    def _tell_of_steps(self) -> None:
+        """Be told of optimizer steps, and have the grid know the model's parameters."""
+        watch_steps(self)
+        self.mesh.step.watched.add(self)
+        if self.is_on:
+            self.mesh.step.reduce_held = reduce_held
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         refuse_traces(self.name, exports=False)
@@ -173,7 +179,6 @@ class SameCalls:
 
     @eagerly("ndtp: what ranks tell each other of a call is no part of a graph")
     def _compare_call(self, conversation: Any, own: dict[str, Any], module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._drop_waiting()
         self.calls = number = self.calls + 1
         model, steps, device_type = self.model, self.steps, self.mesh.device_type
         what = f"call {number} of {self.name}"
@@ -274,7 +279,7 @@ class SameCalls:
     @eagerly("ndtp: what ranks compare of a backward is no part of a graph")
     def _expect_backward(self, output: Any) -> None:
         self.mesh.step.expect_backward = self._expect_outside
-        self.mesh.step.fold_uses()
+        self.mesh.step.end_call()
         if type(output) is Tensor:
             found = [output] if output.requires_grad else []
         else:
@@ -313,7 +318,6 @@ class SameCalls:
         if conversation is None:
             return
         self._task, self.backwards = task, self.backwards + 1
-        self._drop_waiting()
         what = f"backward of call {number} of {self.name}"
         refuse_batched(grad, what)
         last, numbers = self._of_last() if self.of_last or self.late or self.late_numbers else ([], {})
@@ -345,30 +349,26 @@ class SameCalls:
         try:
             alike = accumulates, creates, crc32("\n".join(uses).encode())
             point = Point(what, alike, of_rows, numbers, facts=facts, tolerance=self.tolerance, apart=MAY_DIFFER)
-            if compare(self.mesh, conversation, point, self.rows):
-                self._waiting = WaitingBackward(self.mesh, conversation, self.model)
+            is_apart = compare(self.mesh, conversation, point, self.rows)
+            # A backward that begins without new uses is one of what was used before.
+            self.mesh.step.uses_differ = is_apart or (self.mesh.step.uses_differ and not any(uses))
+            waiting = WaitingBackward(self.mesh, conversation) if self.mesh.step.uses_differ else None
         except BaseException:
             at_work.end()
             self.mesh.step.partial_sums.discard()  # other ranks may have none
             raise
         # Twice: behind what the first ones of this backward still have to end.
         engine: Any = Variable._execution_engine
-        engine.queue_callback(partial(engine.queue_callback, partial(self._ended, at_work)))
+        engine.queue_callback(partial(engine.queue_callback, partial(self._ended, at_work, waiting)))
 
-    def _drop_waiting(self) -> None:
-        """Drop what a backward that broke off had waiting."""
-        if self._waiting is not None:
-            self._waiting.drop()
-            self._waiting = None
-
-    def _ended(self, at_work: Speaking) -> None:
-        if (waiting := self._waiting) is not None:
-            self._waiting = None
-            name = waiting.end()
+    def _ended(self, at_work: Speaking, waiting: WaitingBackward | None) -> None:
+        try:
+            name = "" if waiting is None else waiting.end()
             if name and not self._has_warned:
                 self._has_warned = True
                 warn_of(name, self.name, self.rows)
-        at_work.end()
+        finally:
+            at_work.end()
         self.steps.note_gradients()
 
     def compare_late(self) -> None:

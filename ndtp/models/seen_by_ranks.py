@@ -39,7 +39,12 @@ def seen_by_all(
         for rank, text in by_rank.items():
             coordinate = mesh.grid.coordinate(rank)
             other = first.setdefault(tuple(coordinate[axis] for axis in rows), rank)
-            if text != by_rank[other] or text == _text_of(None):
+            if text == _text_of(None):
+                raise MismatchError(
+                    f"parallelize: the {what} of {type(model).__name__} failed on rank {rank}, and did not on others\n"
+                    "  fix: inputs with which the model runs, on every rank"
+                )
+            if text != by_rank[other]:
                 raise MismatchError(
                     f"parallelize: the {what} of {type(model).__name__} shows other layers on rank {rank} than on rank "
                     f"{other}\n  fix: the same inputs on every rank, but for rows along {' '.join(rows) or 'dp'}"

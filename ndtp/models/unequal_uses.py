@@ -40,7 +40,7 @@ MAY_DIFFER = _USES, _ORDER  # begin the topics in which ranks with other rows ma
 def facts_of_uses(uses: Sequence[str], model: nn.Module, mesh: ProcessGrid) -> Iterator[Fact]:
     """Yield the weights that were used before a backward; called in it."""
     may_wait = _adds_to_parameters(model) and not mesh.step.partial_sums.in_turns
-    for name, count in Counter(uses).items():
+    for name, count in Counter(filter(None, uses)).items():
         when = f" {EARLIER}".removesuffix(": ") if name.startswith(EARLIER) else " before it"
         name = name.removeprefix(EARLIER)
         if name.startswith(COMPUTED):
@@ -67,49 +67,81 @@ def _adds_to_parameters(model: nn.Module) -> bool:
 
 
 class WaitingBackward:
-    """A backward whose sums over the ranks with rows of their own wait until it ends."""
+    """A backward whose sums over the ranks with rows of their own wait until it ends.
 
-    def __init__(self, mesh: ProcessGrid, conversation: Conversation, model: nn.Module) -> None:
+    Autograd holds it until the end of that backward, and lets it go where the backward breaks off: then what it has
+    held back is dropped.
+    """
+
+    def __init__(self, mesh: ProcessGrid, conversation: Conversation) -> None:
         self._mesh, self._conversation = mesh, conversation
-        self._parameters = dict(model.named_parameters())
         self._sums = mesh.step.partial_sums
         self._sums.depth += 1
+        self._waits = True
 
-    def drop(self) -> None:
-        """Drop the sums of a backward that broke off."""
-        self._sums.depth -= 1
-        self._sums.discard()
+    def __del__(self) -> None:
+        if self._waits:
+            self._sums.depth -= 1
+            self._sums.discard()
 
     def end(self) -> str:
-        """Sum what any rank has, and add it to `.grad` on all of them; return a parameter that a rank did not use.
-
-        Raises:
-            MismatchError: ranks hold sums of a weight that lie otherwise.
-        """
+        """Sum what any rank has, and add it to `.grad` on all of them; return a parameter that a rank did not use."""
+        self._waits = False
         self._sums.depth -= 1
-        names = {id(p): name for name, p in self._parameters.items()}
-        held = self._sums.taken()
-        mine = {names[id(each.leaf)]: each for each in held if id(each.leaf) in names}
-        others = [each for each in held if id(each.leaf) not in names]  # of another model on the grid
-        said = self._conversation.texts(json.dumps({name: _form_of(each) for name, each in mine.items()}))
-        told: list[dict[str, Any]] = [json.loads(text) for text in said]
-        forms: dict[str, Any] = {}
-        for name, form in (item for each in told for item in each.items()):
-            if forms.setdefault(name, form) != form:
-                raise MismatchError(
-                    f"ranks of grid {self._mesh.grid} used '{name}' otherwise: they hold {forms[name]} and {form} of "
-                    "its gradient\n  fix: the same layers on every rank; layer(x[mask]) where one has no rows"
-                )
-        order = [name for name in self._parameters if name in forms]
-        reduce_in_order(others + [self._sum(name, forms[name], mine.get(name)) for name in order])
-        return next((name for name in order if any(name not in each for each in told)), "")
+        return reduce_on_all(self._mesh, self._conversation)
 
-    def _sum(self, name: str, form: Mapping[str, Any], mine: PartialSum | None) -> PartialSum:
-        leaf = self._parameters[name]
-        tensor = local_of(leaf).new_zeros(form["shape"]) if mine is None else mine.tensor
-        steps = [Step(kind, tuple(axes), *dims) for kind, axes, *dims in form["steps"]]
-        move = Move(way_of(tensor, steps, self._mesh, name, "wgrad", _KIND), tensor, hold=True)
-        return PartialSum(leaf, 0, tensor, move)
+
+def reduce_held(mesh: ProcessGrid) -> None:
+    """Sum the gradients that any rank holds back, as `ProcessGrid.reduce_gradients` does; a collective."""
+    conversation = mesh.groups.conversation()
+    if conversation is None:
+        mesh.step.partial_sums.finish()
+    else:
+        reduce_on_all(mesh, conversation)
+
+
+def reduce_on_all(mesh: ProcessGrid, conversation: Conversation) -> str:
+    """Sum the gradients that any rank holds back, and add them to `.grad` on all of them; a collective.
+
+    Returns:
+        The name of a parameter of which a rank holds none; "" where all hold the same.
+
+    Raises:
+        MismatchError: ranks hold sums that lie otherwise, or some of tensors that no model of the grid has.
+    """
+    parameters = {
+        f"{calls.number} {name}": p
+        for calls in sorted(mesh.step.watched, key=lambda each: each.number)
+        if (model := calls.held) is not None
+        for name, p in model.named_parameters()
+    }
+    names = {id(p): name for name, p in reversed(parameters.items())}  # the first name of a shared one
+    held = mesh.step.partial_sums.taken()
+    others = [each for each in held if id(each.leaf) not in names]  # of no model
+    mine = {names[id(each.leaf)]: each for each in held if id(each.leaf) in names}
+    forms = {name: _form_of(each) for name, each in mine.items()} | {"": [_form_of(each) for each in others]}
+    told: list[dict[str, Any]] = [json.loads(text) for text in conversation.texts(json.dumps(forms))]
+    known: dict[str, Any] = {}
+    for name, form in (item for each in told for item in each.items()):
+        if known.setdefault(name, form) != form:
+            what = f"'{name.partition(' ')[2]}'" if name else "tensors of no model of the grid"
+            raise MismatchError(
+                f"ranks of grid {mesh.grid} hold back other gradients of {what}: {known[name]} and {form}\n"
+                "  fix: the same layers on every rank; layer(x[mask]) where a rank has no rows for one"
+            )
+    order = [name for name in parameters if name in known]
+    sums = [_sum(name, parameters[name], known[name], mine.get(name), mesh) for name in order]
+    reduce_in_order(others + sums)
+    return next((name.partition(" ")[2] for name in order if any(name not in each for each in told)), "")
+
+
+def _sum(
+    name: str, leaf: nn.Parameter, form: Mapping[str, Any], mine: PartialSum | None, mesh: ProcessGrid
+) -> PartialSum:
+    tensor = local_of(leaf).new_zeros(form["shape"]) if mine is None else mine.tensor
+    steps = [Step(kind, tuple(axes), *dims) for kind, axes, *dims in form["steps"]]
+    move = Move(way_of(tensor, steps, mesh, name.partition(" ")[2], "wgrad", _KIND), tensor, hold=True)
+    return PartialSum(leaf, 0, tensor, move)
 
 
 def _form_of(held: PartialSum) -> dict[str, Any]:

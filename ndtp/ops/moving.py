@@ -68,7 +68,7 @@ def taken(parameter: Tensor, plan: RelayoutPlan, mesh: GridLike) -> Tensor:
     deferred = None
     if plan.back.steps and parameter.requires_grad and torch.is_grad_enabled():
         shard, deferred = taken_in(parameter, mesh.step.late.backward.numbers, parameter)
-        mesh.step.note_uses([plan.name], deferred.leaf is not None)
+        mesh.step.note_uses([plan.name], deferred.leaf is not None, shard.grad_fn)
     else:
         shard = local_shard(parameter)
     if plan.is_identity:

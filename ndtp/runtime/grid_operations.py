@@ -260,8 +260,10 @@ def _written(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 def _taken(kind: Any, made: Any, of: Any, name: str, source: Any = None, real: Any = None) -> Any:
     """Return what an operation gave: a number is finished, and plain."""
-    # A view of one element, of what wants no gradient, may be written to.
-    if made.dim() == 0 and (source is None or not of.dim() or (torch.is_grad_enabled() and of.requires_grad)):
+    # A view of one element, of what wants no gradient, may be written to; and `model.to` moves a parameter of no dims.
+    with_grad = torch.is_grad_enabled()
+    is_moved = not of.dim() and (name == "detach" or (name == "_to_copy" and not with_grad))
+    if made.dim() == 0 and not is_moved and (source is None or not of.dim() or (with_grad and of.requires_grad)):
         with NamedRead(made, name, of.ndtp_name):
             return made.full_tensor()
     if any(map(is_odd, made.placements)):
@@ -270,12 +272,9 @@ def _taken(kind: Any, made: Any, of: Any, name: str, source: Any = None, real: A
     is_like = made.shape == of._dtensor.shape and source is None
     result = kind(made, False, real or (of.ndtp_real if is_like else None))
     result.ndtp_name = of.ndtp_name
-    if hasattr(of, "ndtp_is_read"):
-        result.ndtp_is_read = of.ndtp_is_read
-    if hasattr(of, "ndtp_of_model"):
-        result.ndtp_of_model = True
-    if name in SAME and hasattr(of, "ndtp_layout"):
-        result.ndtp_layout = of.ndtp_layout
+    for key in ("ndtp_is_read", "ndtp_of_model", *(("ndtp_layout",) if name in SAME else ())):
+        if hasattr(of, key):
+            setattr(result, key, getattr(of, key))
     if source is not None:
         mine, theirs = made._local_tensor, of._local_tensor
         is_shared = mine.untyped_storage()._cdata == theirs.untyped_storage()._cdata

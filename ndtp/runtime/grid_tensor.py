@@ -39,6 +39,7 @@ CLASS: Any = vars(object)["__class__"]
 GRAD: Any = vars(torch._C.TensorBase)["grad"]
 ADD = torch.ops.aten.add.Tensor
 HANDED = ("ndtp_is_handed", "ndtp_hand_out", "ndtp_set_aside")
+OF_MEMORY = ("_dtensor", "ndtp_real", "ndtp_memories")  # not of the object that has it
 # Hooks, and what stands for one, are not copied.
 KEPT = ("_dtensor", "ndtp_memories", "ndtp_summed_over", "ndtp_waiting", *HANDED)
 
@@ -366,8 +367,8 @@ def exchange(parameter: Any, other: Any) -> None:
 def _keeping_hooks_of_moved(swap: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     """Wrap `torch.utils.swap_tensors`, by which `model.to` moves a parameter of a grid.
 
-    The parameter stays the same object and gets other memory, and it is the memory that calls hooks: those of before
-    would never be called again, nor those that are registered later.
+    The parameter stays the same object, with all that code has put on it, and gets other memory.  It is the memory that
+    calls hooks: those of before would never be called again, nor those that are registered later.
     """
 
     @wraps(swap)
@@ -375,14 +376,14 @@ def _keeping_hooks_of_moved(swap: Callable[[Any, Any], None]) -> Callable[[Any, 
         known = []
         for x in (t1, t2):
             if type(x) is GridTensor:
-                known.append((x, {*(x._backward_hooks or ())}, {key: vars(x)[key] for key in HANDED if key in vars(x)}))
+                known.append((x, {*(x._backward_hooks or ())}, {**vars(x)}))
                 vars(x).pop("ndtp_hand_out", None)
                 x.ndtp_is_handed = True  # or torch, which computes with it here, would be code outside of layers
         swap(t1, t2)
-        for x, own, handed in known:
-            for key in HANDED:
-                vars(x).pop(key, None)
-            vars(x).update(handed)
+        for x, own, attributes in known:
+            of_memory = {key: vars(x)[key] for key in OF_MEMORY if key in vars(x)}
+            vars(x).clear()
+            vars(x).update({key: value for key, value in attributes.items() if key not in OF_MEMORY}, **of_memory)
             hooks: Any = x._backward_hooks
             for key in [key for key in hooks or () if key not in own]:
                 del hooks[key]  # ndtp's, which came since torch computes with the parameter to swap it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,9 @@ from ndtp.errors import LayoutError
 from ndtp.runtime.at_work import at_work
 from ndtp.runtime.grid_autograd import PutInPlace
 from ndtp.runtime.grid_parts import lying_as, part_of
+
+_PUT_ON = {"apply", "global_unstructured", "register_parametrization", "spectral_norm"}  # of torch.nn.utils
+_MOST_FRAMES = 48  # between one of these and an operation
 
 
 def is_sum(gradient: Any) -> bool:
@@ -38,8 +42,9 @@ def note_use(parameter: Any) -> None:
     if torch.compiler.is_compiling():
         return
     own = vars(parameter)
-    if "ndtp_hand_out" in own and at_work() is None:  # of a model whose ranks have other rows
-        if "ndtp_set_aside" in own:
+    # Of a model whose ranks have other rows; a table, which looks rows up in its shard, may be read by a stock model.
+    if "ndtp_hand_out" in own and (at_work() is None or own.get("ndtp_is_table")):
+        if "ndtp_set_aside" in own or _is_put_on():
             return
         parameter.ndtp_is_handed = True
         own["ndtp_hand_out"]()
@@ -55,6 +60,20 @@ def note_use(parameter: Any) -> None:
             return kind(lying_as(part_of(grad.detach(), dtensor), dtensor), False, real)
 
         parameter.register_hook(put)
+
+
+def _is_put_on() -> bool:
+    """Return whether torch computes a weight as it puts a norm, a pruning or a parametrization on a layer: each forward
+    computes that weight again.
+    """
+    frame: Any = sys._getframe(2)
+    for _ in range(_MOST_FRAMES):
+        if frame is None:
+            return False
+        if frame.f_code.co_name in _PUT_ON and str(frame.f_globals.get("__name__")).startswith("torch.nn.utils."):
+            return True
+        frame = frame.f_back
+    return False
 
 
 _SET_ASIDE: list[bool] = []  # whether any parameter of this process has been
@@ -88,7 +107,7 @@ def refuse_handed_out(weight: Any, where: str) -> None:
             raise LayoutError(
                 f"{where} {tuple(weight.shape)} is computed from '{leaf.ndtp_name}', with which code outside of the "
                 "model's forward computes, on a grid whose ranks have rows of their own (dp): the gradient would be "
-                "summed twice\n  fix: compute it in the model's forward (a parametrization) alone; prune it under "
-                "torch.no_grad(); or compute from p.detach().requires_grad_()"
+                "summed twice\n  fix: compute it in the model's forward (a parametrization) alone; or from "
+                "p.detach().requires_grad_()"
             )
         waiting += [after for after, _ in node.next_functions]

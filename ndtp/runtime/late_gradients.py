@@ -39,20 +39,18 @@ class LateGradient:
     Attributes:
         number: in the order in which backward came to them.
         move: the way of the gradient from a sum of this rank to how it is stored.
-        leaf: the parameter to whose `.grad` it is to be added, or those of which the weight was made, if its move was
+        holder: the parameter to whose `.grad` it is to be added, or those of which the weight was made, if its move was
             told to stop before an all-reduce.
         sums: where it is kept then, or takes up what was kept of earlier ones.
     """
 
-    __slots__ = ("_is_handed_in", "_is_kept", "_queue", "leaf", "move", "number", "sums")
+    __slots__ = ("_is_handed_in", "_is_kept", "_queue", "holder", "move", "number", "sums")
 
-    def __init__(
-        self, queue: LateGradients, number: int, move: Move, leaf: Tensor | JointLeaves | None, sums: PartialSums
-    ) -> None:
-        self._queue, self.number, self.move, self.leaf, self.sums = queue, number, move, leaf, sums
-        self._is_kept, self._is_handed_in = leaf is not None and sums.is_accumulating, False
-        if isinstance(leaf, Tensor) and self._is_kept and TURN.get() is not None:
-            sums.expect(leaf, self)
+    def __init__(self, queue: LateGradients, number: int, move: Move, holder: Holder, sums: PartialSums) -> None:
+        self._queue, self.number, self.move, self.holder, self.sums = queue, number, move, holder, sums
+        self._is_kept, self._is_handed_in = holder is not None and sums.is_accumulating, False
+        if isinstance(holder, Tensor) and self._is_kept and TURN.get() is not None:
+            sums.expect(holder, self)
 
     def start_next(self) -> None:
         """Start the next collective, when the one under way has had the time of a product."""
@@ -73,7 +71,7 @@ class LateGradient:
         """Go on with the all-reduce, of all that was kept of earlier gradients too."""
         if not self.move.is_held or self._is_kept:
             return False
-        if self.leaf is not None and (earlier := self.sums.take(self.leaf)) is not None:
+        if self.holder is not None and (earlier := self.sums.take(self.holder)) is not None:
             self.move.add(earlier)
         self.move.release_hold().start()
         return True
@@ -89,9 +87,9 @@ class LateGradient:
         if self._is_handed_in:
             return None
         gradient = self.move.take()
-        if self.leaf is None or not self.move.is_held:
+        if self.holder is None or not self.move.is_held:
             return gradient
-        self.sums.hold(self.leaf, self.number, gradient, self.move)
+        self.sums.hold(self.holder, self.number, gradient, self.move)
         return None
 
 
@@ -134,9 +132,9 @@ class LateGradients:
         self._count = 0
         self.backward = Backward()  # parts that run in turns have one each
 
-    def expect(self, move: Move, leaf: Holder, sums: PartialSums) -> LateGradient:
+    def expect(self, move: Move, holder: Holder, sums: PartialSums) -> LateGradient:
         self._count += 1
-        return LateGradient(self, self._count, move, leaf, sums)
+        return LateGradient(self, self._count, move, holder, sums)
 
     def enter(self) -> None:
         """End, at the beginning of every operation, the work that a broken or interrupted backward has left."""

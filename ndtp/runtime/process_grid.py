@@ -339,7 +339,7 @@ class ProcessGrid:
 
     def reduce_gradients(self) -> None:
         """Finish the gradients that `accumulate` held back, and add them to `.grad`; a collective."""
-        self.step.reduce_gradients()
+        self.step.reduce_gradients(self)
 
     def discard_gradients(self) -> None:
         """Drop the gradients that `accumulate` held back, as `zero_grad` drops those in `.grad`."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakSet, ref
 from zlib import crc32
 
 import torch
@@ -27,6 +28,22 @@ _MOST_USES = 100_000
 COMPUTED, EARLIER = "what is computed of ", "in earlier micro-batches alone: "
 
 
+class Read(NamedTuple):
+    """A parameter that code has read, which may compute with it or not."""
+
+    name: str
+    node: ref[Any]
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def runs(self) -> bool:
+        """Whether the backward that goes on comes by."""
+        node = self.node()
+        return node is not None and torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined, no-any-return]
+
+
 class StepState:
     """The order in which weights are used, gradients on their way, and gradients held back.
 
@@ -45,7 +62,11 @@ class StepState:
             else they were made of.
         loaded: what was put in the place of parameters as every rank has it whole, by names and hashes, until ranks
             compare it; None: nobody does.
-        uses: the names of weights that were used since ranks last compared them, in a graph; None: nobody does.
+        uses: the names of weights that were used since ranks last compared them, in a graph, and "" behind each call
+            of a model; None: nobody does.
+        uses_differ: whether ranks used other weights before the last backward.
+        watched: who compares the calls of the models of the grid.
+        reduce_held: sums what any rank of the grid has held back; None: all ranks hold back the same.
     """
 
     def __init__(self, late: LateGradients) -> None:
@@ -58,7 +79,10 @@ class StepState:
         self.residuals = Residuals()
         self.expect_backward: Callable[[Tensor, Any], None] | None = None
         self.loaded: list[tuple[str, Any]] | None = None
-        self.uses: list[str] | None = None
+        self.uses: list[str | Read] | None = None
+        self.uses_differ = False
+        self.watched: WeakSet[Any] = WeakSet()
+        self.reduce_held: Callable[[Any], None] | None = None
         self._accumulated: set[str] = set()
 
     def made_whole(self, result: Any, operands: Any = ()) -> Any:
@@ -83,30 +107,39 @@ class StepState:
         found, self.loaded = self.loaded, []
         return [(name, int(seen) & (1 << 63) - 1) for name, seen in found]
 
-    def note_uses(self, names: Sequence[str], of_parameters: bool) -> None:
+    def note_uses(self, names: Sequence[str], of_parameters: bool, node: Any = None) -> None:
         """Note weights that are used in a graph, but for what a checkpoint computes again.
 
         Args:
             of_parameters: whether the gradients are those of parameters, which may be summed when backward ends; else
                 what computed the weights waits for them.
+            node: of autograd, for what code has read, and may compute with or not.
         """
         if self.uses is not None and torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
-            self.uses += names if of_parameters else [COMPUTED + name for name in names]
+            own = names if of_parameters else [COMPUTED + name for name in names]
+            self.uses += own if node is None else [Read(name, ref(node)) for name in own]
 
-    def fold_uses(self) -> None:
-        """Keep the names of uses bounded, of a program that calls a model with a graph and never goes backward."""
+    def end_call(self) -> None:
+        """Note that a call of a model has ended, which used some weights.
+
+        The names are kept bounded, of a program that calls a model with a graph and never goes backward.
+        """
+        if self.uses:
+            self.uses.append("")
         if self.uses and len(self.uses) > _MOST_USES:
-            self.uses = [f"{len(self.uses)} uses, of a hash {crc32(chr(10).join(self.uses).encode()):08x}"]
+            names = "\n".join(map(str, self.uses))
+            self.uses = [f"{len(self.uses)} uses, of a hash {crc32(names.encode()):08x}"]
 
     def taken_uses(self) -> list[str]:
-        """Return the weights that were used since the last backward: each use ends in collectives of its own.
+        """Take, in a backward, the weights that were used since the last one: each use ends in collectives of its own.
 
         While gradients are accumulated ranks may use others, but for those whose gradients do not wait.
         """
-        found, self.uses = self.uses or [], []
+        uses, self.uses = self.uses or [], []
+        found = [use if isinstance(use, str) else use.name for use in uses if isinstance(use, str) or use.runs]
         if self.partial_sums.depth:
             at_once = [name for name in found if name.startswith(COMPUTED)]
-            self._accumulated.update(set(found).difference(at_once))
+            self._accumulated.update(set(found).difference(at_once, [""]))
             return at_once
         before, self._accumulated = self._accumulated, set()
         return found + [EARLIER + name for name in sorted(before.difference(found))] if before else found
@@ -125,7 +158,11 @@ class StepState:
         finally:
             self.partial_sums.depth -= 1
 
-    def reduce_gradients(self) -> None:
+    def reduce_gradients(self, mesh: Any) -> None:
         """See `ProcessGrid.reduce_gradients`."""
         self.late.enter()
-        self.partial_sums.finish()
+        self._accumulated = set()
+        if self.reduce_held is None:
+            self.partial_sums.finish()
+        else:
+            self.reduce_held(mesh)

@@ -32,6 +32,20 @@ JAMBA = {
     "use_mamba_kernels": False, "output_router_logits": True,
     "router_aux_loss_coef": 0.1, "mamba_d_state": 4, "pad_token_id": 0,
 }  # fmt: skip
+PROPHET = {
+    "vocab_size": 67, "hidden_size": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "num_encoder_layers": 1,
+    "num_decoder_layers": 1, "num_encoder_attention_heads": 4, "num_decoder_attention_heads": 4, "ngram": 2,
+    "max_position_embeddings": 64, "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0,
+}  # fmt: skip
+PERCEIVER = {
+    "vocab_size": 67, "d_model": 16, "num_latents": 4, "d_latents": 16, "num_blocks": 1, "qk_channels": 16,
+    "num_self_attends_per_block": 1, "num_self_attention_heads": 2, "num_cross_attention_heads": 2,
+    "max_position_embeddings": 8, "v_channels": 16, "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
+VIT = {
+    "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48, "image_size": 16,
+    "patch_size": 4, "encoder_stride": 4, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
 IDS = torch.arange(32).view(4, 8) % 60 + 3
 IGNORED = IDS.masked_fill(torch.arange(32).view(4, 8) % 7 < torch.tensor([[5], [4], [1], [0]]), -100)
 
@@ -42,11 +56,12 @@ def made(name, sizes):
     return kind(kind.config_class(**sizes)).double().train()
 
 
-def check_dp(name, sizes, given, **options):
+def check_dp(name, sizes, given, axes=None, **options):
     """Loss and gradients are those of the batch of all ranks."""
-    mesh = mesh_of(Grid(dp=2))
-    dense, model = made(name, sizes), ndtp.parallelize(made(name, sizes), mesh, scheme="1d", **options)
-    mine = {key: value.chunk(2)[mesh.rank] for key, value in given.items()}
+    mesh = mesh_of(Grid(dp=2, **axes or {}))
+    options = {"scheme": "3d" if axes else "1d"} | options
+    dense, model = made(name, sizes), ndtp.parallelize(made(name, sizes), mesh, **options)
+    mine = {key: value.chunk(2)[mesh.coordinate["dp"]] for key, value in given.items()}
     expected, found = dense(**given).loss, model(**mine).loss
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6, msg=lambda m: f"{name}: {m}")
     expected.backward(), found.backward()
@@ -65,6 +80,10 @@ def check_terms():
     check_dp("BertForTokenClassification", BERT | {"num_labels": 3}, one_side, keep=["classifier"])
     waves = {"input_values": torch.linspace(-1, 1, 800).double().sin().view(4, 200), "labels": IDS[:, :4] % 19 + 1}
     check_dp("Wav2Vec2ForCTC", SPEECH, waves)
+    padded = waves | {"labels": waves["labels"].masked_fill(IGNORED[:, :4] < 0, -100)}
+    check_dp("Wav2Vec2ForCTC", SPEECH | {"ctc_zero_infinity": True}, padded)
+    check_dp("ProphetNetForConditionalGeneration", PROPHET, {"input_ids": IDS, "labels": IDS})
+    check_dp("PerceiverForMaskedLM", PERCEIVER, {"inputs": IDS, "labels": IDS})
     check_dp("JambaForCausalLM", JAMBA, {"input_ids": IDS, "labels": IGNORED})
 
 
@@ -97,6 +116,17 @@ def test_a_loss_is_that_of_all_ranks_rows(ranks):
     ranks(2).run(check_terms)
     ranks(2).run(check_evaluation)
     ranks(2).run(check_refused)
+
+
+def check_split_sums():
+    """A mean of numbers that ranks share, by a sum and a count of this rank's rows."""
+    pixels = torch.linspace(-2, 2, 4 * 3 * 256).double().cos().view(4, 3, 16, 16)
+    masked = torch.arange(16) < torch.tensor([[2], [10], [5], [16]])
+    check_dp("ViTForMaskedImageModeling", VIT, {"pixel_values": pixels, "bool_masked_pos": masked}, {"z": 2})
+
+
+def test_a_mean_of_what_ranks_share(ranks):
+    ranks(4).run(check_split_sums)
 
 
 def test_what_a_loss_is_made_of():

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from products import mesh_of
 from torch import nn
 from torch.distributed.tensor import Replicate
-from torch.nn.utils import prune
+from torch.nn.utils import parametrizations, prune
 
 import ndtp
 from ndtp import Grid, LayoutError
@@ -155,26 +155,40 @@ def test_gradients_are_those_of_all_rows(ranks, sizes, scheme):
     ranks(2 ** len(sizes)).run(check_losses, sizes, scheme)
 
 
-def check_pruned():
-    """Pruning computes the weight once outside of forward, and then in each forward."""
+def pruned(layer):
+    prune.l1_unstructured(layer, "weight", 0.3)
+
+
+PUT_ON = {
+    "pruning": pruned,
+    "pruning of several": lambda layer: prune.global_unstructured(
+        [(layer, "weight")], prune.L1Unstructured, amount=0.3
+    ),
+    "weight norm": parametrizations.weight_norm,
+    "weight norm by a hook": torch.nn.utils.weight_norm,
+    "spectral norm": parametrizations.spectral_norm,
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+def check_put_on():
+    """Norms and pruning compute the weight once as they are put on, and then in each forward."""
     mesh, x = mesh_of(Grid(dp=2)), torch.randn(4, 16, dtype=torch.float64)
-    torch.manual_seed(0)
-    dense = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)).double()
-    model = ndtp.parallelize(copy.deepcopy(dense), mesh)
-    mine = x.chunk(2)[mesh.coordinate["dp"]]
-    for net, rows in ((dense, x), (model, mine)):
-        with torch.no_grad():
-            prune.l1_unstructured(net[0], "weight", 0.3)
-        net(rows).square().mean().backward()
-    for p, q in zip(model.parameters(), dense.parameters(), strict=True):
-        torch.testing.assert_close(p.grad.full_tensor() / 2, q.grad)
-    prune.l1_unstructured(model[2], "weight", 0.3)
-    with pytest.raises(LayoutError, match=r"fix: .*prune it under torch.no_grad\(\)"):
-        model(mine)
+    for name, put_on in PUT_ON.items():
+        torch.manual_seed(0)
+        dense = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)).double()
+        model = ndtp.parallelize(copy.deepcopy(dense), mesh, example=x)
+        for net, rows in ((dense, x), (model, x.chunk(2)[mesh.coordinate["dp"]])):
+            torch.manual_seed(1)
+            put_on(net[0])
+            for _ in range(2):
+                net(rows).square().mean().backward()
+        for p, q in zip(model.parameters(), dense.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor() / 2, q.grad, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_pruning_where_ranks_have_rows_of_their_own(ranks):
-    ranks(2).run(check_pruned)
+def test_norms_and_pruning_where_ranks_have_rows_of_their_own(ranks):
+    ranks(2).run(check_put_on)
 
 
 def check_waiting(sizes):

@@ -110,26 +110,6 @@ def test_gradients_that_cannot_wait_are_refused(ranks):
     ranks(2).run(check_refusals)
 
 
-def check_broken():
-    """A backward that breaks off leaves nothing behind."""
-    mesh = mesh_of(Grid(dp=2))
-    model, dense, mine, whole = routed(mesh, "1d")
-    broken = mine[0].clone().requires_grad_()
-    broken.register_hook(lambda grad: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        model(broken, mine[1]).square().mean().backward()
-    model.zero_grad()
-    for _ in range(2):
-        (model(*mine).square().mean() / 2).backward()
-        dense(*whole).square().mean().backward()
-        check_alike(model, dense)
-    assert not mesh.step.partial_sums and not mesh.step.partial_sums.depth
-
-
-def test_a_backward_that_breaks_off(ranks):
-    ranks(2).run(check_broken)
-
-
 class Branch(nn.Module):
     def __init__(self):
         super().__init__()
