@@ -171,7 +171,7 @@ class SplitNorm(Adopted):
     """A layer norm or RMS norm over the features of hidden states.
 
     Attributes:
-        eps_name: of the attribute where that code finds its epsilon, in each call.
+        eps_name: of the attribute where the model's own code finds its epsilon, in each call.
     """
 
     norm_plan: NormPlan

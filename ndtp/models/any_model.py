@@ -129,7 +129,7 @@ class AnyModel(Placing):
         Raises:
             LayoutError: adapters were put around layers that are split already.
         """
-        raise LayoutError("parallelize: this model is split already\n  fix: put the adapters on before parallelize")
+        raise LayoutError("parallelize: this model is split already\n  fix: new layers and adapters before parallelize")
 
     def layouts_of(self, name: str) -> BlockLayouts:
         """The layouts of a layer, which a plan may name."""

@@ -1,8 +1,11 @@
-"""`caller`: the thread of a program that calls a model, also where autograd or turns run its work in other threads."""
+"""The thread of a program that calls a model, also where its work runs in other threads; and functions that call."""
 
 from __future__ import annotations
 
+import sys
 import threading
+from collections.abc import Iterator
+from types import CodeType
 from typing import Any
 
 import torch
@@ -27,3 +30,17 @@ def caller() -> Any:
     if me is not known:  # once a thread: a thread of a device would free the last one while Python ends
         torch._C._stash_obj_in_tls(_CALLER, me)
     return me
+
+
+def callers(most: int) -> Iterator[tuple[CodeType, str]]:
+    """Yield the functions that wait for the one that asks, the last one called first, and the modules they are of.
+
+    Args:
+        most: how many at most.
+    """
+    frame: Any = sys._getframe(2)
+    for _ in range(most):
+        if frame is None:
+            return
+        yield frame.f_code, str(frame.f_globals.get("__name__"))
+        frame = frame.f_back

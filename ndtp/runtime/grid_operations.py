@@ -30,7 +30,7 @@ from ndtp.runtime.at_work import at_work
 from ndtp.runtime.dtensor_rules import LISTS, WRITES, dtensor_of, is_loss, is_odd, is_trusted, lacks_rule
 from ndtp.runtime.grid_parts import clear, full_of, on_every_rank
 from ndtp.runtime.halves import HALVES, laid_sizes
-from ndtp.runtime.handed_out import note_use
+from ndtp.runtime.handed_out import is_moved, note_use
 from ndtp.runtime.list_operations import by_groups, groups_of, operands_of_each
 from ndtp.runtime.reads import NamedRead
 from ndtp.runtime.refused_reads import is_whole_tensor, refused
@@ -40,7 +40,7 @@ from ndtp.runtime.whole_operations import by_whole, count_writes, drawn, wrote
 DETACH, FOREACH_NORM = torch.ops.aten.detach.default, torch.ops.aten._foreach_norm.Scalar
 LIKE = ("zeros_like", "ones_like", "full_like")
 NEW = ("new_zeros", "new_empty", "new_ones", "new_full", "new_empty_strided")
-SAME = ("detach", "clone", "_to_copy", "alias", "empty_like")
+SAME, MOVED = ("detach", "clone", "_to_copy", "alias", "empty_like"), ("detach", "_to_copy")
 # Of one with padding these run on the DTensor, too, as do those that go element by element.
 SUMS = ("sum", "linalg_vector_norm", "norm", "_foreach_norm", "count_nonzero")  # to which zeros add nothing
 SCALED = ("_foreach_addcmul", "_foreach_addcdiv")
@@ -260,10 +260,9 @@ def _written(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 def _taken(kind: Any, made: Any, of: Any, name: str, source: Any = None, real: Any = None) -> Any:
     """Return what an operation gave: a number is finished, and plain."""
-    # A view of one element, of what wants no gradient, may be written to; and `model.to` moves a parameter of no dims.
-    with_grad = torch.is_grad_enabled()
-    is_moved = not of.dim() and (name == "detach" or (name == "_to_copy" and not with_grad))
-    if made.dim() == 0 and not is_moved and (source is None or not of.dim() or (with_grad and of.requires_grad)):
+    # A view of one element, of what wants no gradient, may be written to.
+    is_number = source is None or not of.dim() or (torch.is_grad_enabled() and of.requires_grad)
+    if made.dim() == 0 and is_number and not (name in MOVED and not of.dim() and is_moved()):
         with NamedRead(made, name, of.ndtp_name):
             return made.full_tensor()
     if any(map(is_odd, made.placements)):

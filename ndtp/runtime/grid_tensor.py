@@ -38,10 +38,10 @@ from ndtp.runtime.waiting_calls import note_data_read
 CLASS: Any = vars(object)["__class__"]
 GRAD: Any = vars(torch._C.TensorBase)["grad"]
 ADD = torch.ops.aten.add.Tensor
-HANDED = ("ndtp_is_handed", "ndtp_hand_out", "ndtp_set_aside")
-OF_MEMORY = ("_dtensor", "ndtp_real", "ndtp_memories")  # not of the object that has it
+OF_MEMORY = {"_dtensor", "ndtp_real", "ndtp_memories"}  # not of the object that has it
 # Hooks, and what stands for one, are not copied.
-KEPT = ("_dtensor", "ndtp_memories", "ndtp_summed_over", "ndtp_waiting", *HANDED)
+KEPT = ("_dtensor", "ndtp_memories", "ndtp_summed_over", "ndtp_waiting", "ndtp_is_handed", "ndtp_hand_out",
+        "ndtp_set_aside")  # fmt: skip
 
 
 class GridTensor(torch.Tensor):
@@ -381,9 +381,8 @@ def _keeping_hooks_of_moved(swap: Callable[[Any, Any], None]) -> Callable[[Any, 
                 x.ndtp_is_handed = True  # or torch, which computes with it here, would be code outside of layers
         swap(t1, t2)
         for x, own, attributes in known:
-            of_memory = {key: vars(x)[key] for key in OF_MEMORY if key in vars(x)}
-            vars(x).clear()
-            vars(x).update({key: value for key, value in attributes.items() if key not in OF_MEMORY}, **of_memory)
+            memory = dict.fromkeys(OF_MEMORY) | {key: vars(x)[key] for key in OF_MEMORY & vars(x).keys()}
+            x.__dict__ = attributes | memory
             hooks: Any = x._backward_hooks
             for key in [key for key in hooks or () if key not in own]:
                 del hooks[key]  # ndtp's, which came since torch computes with the parameter to swap it

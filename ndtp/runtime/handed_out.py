@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ndtp.errors import LayoutError
 from ndtp.runtime.at_work import at_work
+from ndtp.runtime.caller import callers
 from ndtp.runtime.grid_autograd import PutInPlace
 from ndtp.runtime.grid_parts import lying_as, part_of
 
 _PUT_ON = {"apply", "global_unstructured", "register_parametrization", "spectral_norm"}  # of torch.nn.utils
+_MOVING = {nn.Parameter.__new__.__code__, nn.Module._apply.__code__}
 _MOST_FRAMES = 48  # between one of these and an operation
 
 
@@ -62,18 +64,16 @@ def note_use(parameter: Any) -> None:
         parameter.register_hook(put)
 
 
+def is_moved() -> bool:
+    """Return whether torch moves a parameter with its module, as by `model.to`."""
+    return any(code in _MOVING for code, _ in callers(_MOST_FRAMES))
+
+
 def _is_put_on() -> bool:
     """Return whether torch computes a weight as it puts a norm, a pruning or a parametrization on a layer: each forward
     computes that weight again.
     """
-    frame: Any = sys._getframe(2)
-    for _ in range(_MOST_FRAMES):
-        if frame is None:
-            return False
-        if frame.f_code.co_name in _PUT_ON and str(frame.f_globals.get("__name__")).startswith("torch.nn.utils."):
-            return True
-        frame = frame.f_back
-    return False
+    return any(code.co_name in _PUT_ON and of.startswith("torch.nn.utils.") for code, of in callers(_MOST_FRAMES))
 
 
 _SET_ASIDE: list[bool] = []  # whether any parameter of this process has been

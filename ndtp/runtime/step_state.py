@@ -28,7 +28,7 @@ _MOST_USES = 100_000
 COMPUTED, EARLIER = "what is computed of ", "in earlier micro-batches alone: "
 
 
-class Read(NamedTuple):
+class ReadWeight(NamedTuple):
     """A parameter that code has read, which may compute with it or not."""
 
     name: str
@@ -79,7 +79,7 @@ class StepState:
         self.residuals = Residuals()
         self.expect_backward: Callable[[Tensor, Any], None] | None = None
         self.loaded: list[tuple[str, Any]] | None = None
-        self.uses: list[str | Read] | None = None
+        self.uses: list[str | ReadWeight] | None = None
         self.uses_differ = False
         self.watched: WeakSet[Any] = WeakSet()
         self.reduce_held: Callable[[Any], None] | None = None
@@ -117,7 +117,7 @@ class StepState:
         """
         if self.uses is not None and torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
             own = names if of_parameters else [COMPUTED + name for name in names]
-            self.uses += own if node is None else [Read(name, ref(node)) for name in own]
+            self.uses += own if node is None else [ReadWeight(name, ref(node)) for name in own]
 
     def end_call(self) -> None:
         """Note that a call of a model has ended, which used some weights.
