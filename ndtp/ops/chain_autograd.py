@@ -112,10 +112,13 @@ class _Call:
     def held(self, next_functions: Sequence[Any]) -> set[tuple[int, str]]:
         """Gradients that stop before an all-reduce: for those of later micro-batches, or to take up earlier ones."""
         count, edges, held = len(self.program.plans), iter(next_functions), set()
+        keeps = self.step.partial_sums.is_accumulating  # and lets go what nobody takes
         for i, shape in enumerate(self.program.shapes):
             arrival = None if shape is None else next(edges)[0]  # there is one for every tensor
             deferred = self.deferred.get(i)
-            if deferred is not None and i in self.program.late and deferred.accumulates(arrival):
+            if deferred is None or i not in self.program.late:
+                continue
+            if deferred.accumulates(arrival) or (keeps and deferred.is_dropped(arrival)):
                 held.add((i - 1, "dB") if i <= count else (i - 1 - count, "dbias"))
         return held
 

@@ -131,9 +131,13 @@ class Deferred:
         if not leaves or not torch._C._will_engine_execute_node(arrival):  # type: ignore[attr-defined]
             return False
         try:
-            return all(torch._C._will_engine_execute_node(end_of(leaf)) for leaf in leaves)  # type: ignore[attr-defined]
+            return any(torch._C._will_engine_execute_node(end_of(leaf)) for leaf in leaves)  # type: ignore[attr-defined]
         except RuntimeError:  # torch's answer for a leaf that `torch.autograd.grad` was given
             return False
+
+    def is_dropped(self, arrival: Any) -> bool:
+        """Return whether nobody takes the gradient in the current backward, as by `backward(inputs=...)`."""
+        return self.holder is not None and not torch._C._will_engine_execute_node(arrival)  # type: ignore[attr-defined]
 
 
 class _Arrival(torch.autograd.Function):

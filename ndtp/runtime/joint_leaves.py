@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ndtp.runtime.gradient_ends import end_of
+
 Make = Callable[[Sequence[Tensor]], Tensor]
 
 
@@ -41,7 +43,8 @@ class JointLeaves:
             shards = [gradient.new_zeros(shape, requires_grad=True) for shape in self._shapes]
             parts = torch.autograd.grad(self._make(shards), shards, gradient)
         for i, leaf in self.wanted():
-            yield leaf, parts[i].to(leaf.dtype)
+            if torch._C._will_engine_execute_node(end_of(leaf)):  # type: ignore[attr-defined]
+                yield leaf, parts[i].to(leaf.dtype)
 
     def joined(self, parts: Mapping[int, Tensor]) -> Tensor:
         """Return a gradient of the weight made of those of parameters, by their places; zero where there is none."""

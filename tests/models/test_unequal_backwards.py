@@ -102,6 +102,36 @@ def check_reduced():
     check_alike(model, dense)
 
 
+def check_some_inputs():
+    """A backward that adds to some parameters alone, of the experts' one of three."""
+    mesh = mesh_of(Grid(dp=2))
+    model, dense, mine, whole = routed(mesh, "1d")
+    for net, rows, share in ((dense, whole, 1), (model, mine, 2)):
+        wanted = [*net.inner.parameters(), net.experts[1][0].weight]
+        (net(*rows).square().mean() / share).backward(inputs=wanted)
+    for p, q in zip(model.parameters(), dense.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        if q.grad is not None:
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+
+def check_steps_in_backward():
+    """An optimizer's step of each parameter as its gradient is there."""
+    mesh = mesh_of(Grid(dp=2))
+    model, dense, mine, whole = routed(mesh, "1d")
+
+    @torch.no_grad()
+    def step(p):
+        p.add_(p.grad, alpha=-0.1)
+
+    for net, rows, share in ((dense, whole, 1), (model, mine, 2)):
+        for p in net.parameters():
+            p.register_post_accumulate_grad_hook(step)
+        (net(*rows).square().mean() / share).backward()
+    for p, q in zip(model.parameters(), dense.parameters(), strict=True):
+        torch.testing.assert_close(p.full_tensor(), q)
+
+
 class Matrices(nn.Module):
     """Experts that are no layers; code reads all of them, and computes with some."""
 
@@ -138,6 +168,8 @@ def check_matrices():
         check_two_models,
         check_checkpoint_of_all,
         check_reduced,
+        check_some_inputs,
+        check_steps_in_backward,
         check_matrices,
     ],
     ids=lambda each: each.__name__.removeprefix("check_"),
