@@ -124,7 +124,6 @@ class Placing:
         embedding.lookup, embedding.for_all, embedding.padded_dim = lookup, for_all, width
         embedding.is_for_all = for_all is not None
         embedding.placed("weight", lookup.table, (rows, width))
-        embedding.weight.ndtp_is_table = True  # type: ignore[attr-defined]
         self.replaced[name] = f"[{lookup.table.label('VK')}]"
         return embedding
 

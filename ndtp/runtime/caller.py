@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
-from types import CodeType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -32,15 +32,11 @@ def caller() -> Any:
     return me
 
 
-def callers(most: int) -> Iterator[tuple[CodeType, str]]:
-    """Yield the functions that wait for the one that asks, the last one called first, and the modules they are of.
-
-    Args:
-        most: how many at most.
-    """
+def callers(most: int) -> Iterator[FrameType]:
+    """Yield the functions that wait for the one that asks, the last one called first; `most` at most."""
     frame: Any = sys._getframe(2)
     for _ in range(most):
         if frame is None:
             return
-        yield frame.f_code, str(frame.f_globals.get("__name__"))
+        yield frame
         frame = frame.f_back

@@ -16,6 +16,7 @@ from ndtp.runtime.grid_autograd import PutInPlace
 from ndtp.runtime.grid_parts import lying_as, part_of
 
 _PUT_ON = {"apply", "global_unstructured", "register_parametrization", "spectral_norm"}  # of torch.nn.utils
+_CALLS = {nn.Module._wrapped_call_impl.__code__, nn.Module._call_impl.__code__}
 _MOVING = {nn.Parameter.__new__.__code__, nn.Module._apply.__code__}
 _MOST_FRAMES = 48  # between one of these and an operation
 
@@ -44,8 +45,8 @@ def note_use(parameter: Any) -> None:
     if torch.compiler.is_compiling():
         return
     own = vars(parameter)
-    # Of a model whose ranks have other rows; a table, which looks rows up in its shard, may be read by a stock model.
-    if "ndtp_hand_out" in own and (at_work() is None or own.get("ndtp_is_table")):
+    # Of a model whose ranks have other rows.  In its forward layers compute with shards, and what else is code's.
+    if "ndtp_hand_out" in own and (at_work() is None or _is_read_by_others(parameter)):
         if "ndtp_set_aside" in own or _is_put_on():
             return
         parameter.ndtp_is_handed = True
@@ -66,14 +67,29 @@ def note_use(parameter: Any) -> None:
 
 def is_moved() -> bool:
     """Return whether torch moves a parameter with its module, as by `model.to`."""
-    return any(code in _MOVING for code, _ in callers(_MOST_FRAMES))
+    return any(frame.f_code in _MOVING for frame in callers(_MOST_FRAMES))
+
+
+def _is_read_by_others(parameter: Any) -> bool:
+    """Return whether code that is called by no module with the parameter computes with one whose layer sums gradients.
+
+    A hook of the layer, as of a weight norm, computes the layer's weight, whose gradient the layer sums.
+    """
+    own = vars(parameter)
+    if own.get("ndtp_summed_over") or "ndtp_set_aside" in own:
+        return False
+    calls: Any = (frame.f_locals["self"] for frame in callers(_MOST_FRAMES) if frame.f_code in _CALLS)
+    return not any(parameter is each for module in calls for each in module._parameters.values())
 
 
 def _is_put_on() -> bool:
     """Return whether torch computes a weight as it puts a norm, a pruning or a parametrization on a layer: each forward
     computes that weight again.
     """
-    return any(code.co_name in _PUT_ON and of.startswith("torch.nn.utils.") for code, of in callers(_MOST_FRAMES))
+    return any(
+        frame.f_code.co_name in _PUT_ON and str(frame.f_globals.get("__name__")).startswith("torch.nn.utils.")
+        for frame in callers(_MOST_FRAMES)
+    )
 
 
 _SET_ASIDE: list[bool] = []  # whether any parameter of this process has been

@@ -155,6 +155,44 @@ def test_gradients_are_those_of_all_rows(ranks, sizes, scheme):
     ranks(2 ** len(sizes)).run(check_losses, sizes, scheme)
 
 
+READ = ("lm_head", "model.embed_tokens", "model.layers.0.mlp.up_proj", "model.layers.0.self_attn.q_proj", "model.norm")
+
+
+@pytest.mark.filterwarnings("ignore")
+def check_read_in_forward(axes):
+    """The forward of a subclass of a stock model computes with weights of its layers."""
+    transformers = pytest.importorskip("transformers")
+
+    class Penalised(transformers.LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            given = super().forward(*args, **kwargs)
+            of_rows = given.logits.square().mean()
+            given["loss"] = given.loss + sum(
+                (self.get_submodule(each).weight * of_rows).square().sum() for each in READ
+            )
+            return given
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    dense = Penalised(transformers.LlamaConfig(vocab_size=50, num_hidden_layers=1, **sizes)).double()
+    mesh, ids = mesh_of(Grid(**axes)), torch.randint(50, (4, 8))
+    model = ndtp.parallelize(copy.deepcopy(dense), mesh)
+    for _ in range(2):
+        for rows in ids.chunk(2):
+            (dense(input_ids=rows, labels=rows).loss / 2).backward()
+        rows = ids.chunk(2)[mesh.coordinate["dp"]]
+        model(input_ids=rows, labels=rows).loss.backward()
+    for (name, p), q in zip(model.named_parameters(), dense.parameters(), strict=True):
+        torch.testing.assert_close(
+            p.grad.full_tensor(), q.grad, rtol=1e-5, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 2, "x": 2}, {"dp": 2, "z": 2}], ids=str)
+def test_weights_that_a_forward_reads(ranks, axes):
+    ranks(2 ** len(axes)).run(check_read_in_forward, axes)
+
+
 def pruned(layer):
     prune.l1_unstructured(layer, "weight", 0.3)
 
