@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ndtp.collectives.turns import TURN
 from ndtp.errors import LayoutError
 from ndtp.runtime.dtensor_rules import dtensor_of
 from ndtp.runtime.gradient_ends import end_of
@@ -124,10 +123,9 @@ class Deferred:
         Args:
             arrival: the node of autograd at which it arrives.
         """
-        if self.joint is not None and TURN.get() is None:
+        leaves = [] if self.leaf is None else [self.leaf]
+        if self.joint is not None:
             leaves = [leaf for _, leaf in self.joint.wanted()]
-        else:
-            leaves = [] if self.leaf is None else [self.leaf]
         if not leaves or not torch._C._will_engine_execute_node(arrival):  # type: ignore[attr-defined]
             return False
         try:

@@ -49,7 +49,7 @@ class LateGradient:
     def __init__(self, queue: LateGradients, number: int, move: Move, holder: Holder, sums: PartialSums) -> None:
         self._queue, self.number, self.move, self.holder, self.sums = queue, number, move, holder, sums
         self._is_kept, self._is_handed_in = holder is not None and sums.is_accumulating, False
-        if isinstance(holder, Tensor) and self._is_kept and TURN.get() is not None:
+        if holder is not None and self._is_kept and TURN.get() is not None:
             sums.expect(holder, self)
 
     def start_next(self) -> None:

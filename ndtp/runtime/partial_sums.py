@@ -46,7 +46,7 @@ class PartialSums:
         self.depth = 0  # of the contexts in which gradients are accumulated
         self._sums: dict[int, PartialSum] = {}  # by the identity of the weight
         # Those that parts in turns with this one will hold, by the weight: what takes them up need not wait for these.
-        self._expected: dict[int, list[_Expected]] = {}
+        self._expected: dict[Any, list[_Expected]] = {}
         self.in_turns = False  # whether there may be any
 
     def __bool__(self) -> bool:
@@ -61,37 +61,41 @@ class PartialSums:
         """Return whether an all-reduce in backward has to wait: for later gradients, or to include earlier ones."""
         return self.is_accumulating or bool(self._sums) or self.in_turns
 
-    def expect(self, leaf: Tensor, late: _Expected) -> None:
+    def expect(self, holder: Tensor | JointLeaves, late: _Expected) -> None:
         """Expect a gradient that is held when it arrives."""
-        self._expected.setdefault(id(leaf), []).append(late)
+        self._expected.setdefault(_key_of(holder), []).append(late)
 
-    def hold(self, leaf: Tensor | JointLeaves, number: int, gradient: Tensor, move: Move) -> None:
+    def hold(self, holder: Tensor | JointLeaves, number: int, gradient: Tensor, move: Move) -> None:
         """Keep the gradient of a micro-batch, which the rest of its `move` would reduce."""
-        if isinstance(leaf, JointLeaves):
-            for each, part in leaf.parts_of(gradient):
-                self.hold(each, number, part, move.rest_of(part))
-            return
         if self._expected:
-            left = [late for late in self._expected.pop(id(leaf), ()) if late.number != number]
-            self._expected |= {id(leaf): left} if left else {}
-        earlier = self._sums.pop(id(leaf), None)
-        total = gradient.to(leaf.dtype)  # autocast multiplies in another
+            key = _key_of(holder)
+            left = [late for late in self._expected.pop(key, ()) if late.number != number]
+            self._expected |= {key: left} if left else {}
+        if isinstance(holder, JointLeaves):
+            for leaf, part in holder.parts_of(gradient):
+                self.hold(leaf, number, part, move.rest_of(part))
+            return
+        earlier = self._sums.pop(id(holder), None)
+        total = gradient.to(holder.dtype)  # autocast multiplies in another
         if earlier is not None:
             total, number = total + earlier.tensor, earlier.number
-        self._sums[id(leaf)] = PartialSum(leaf, number, total, move)
-        _spare_hooks(leaf)
+        self._sums[id(holder)] = PartialSum(holder, number, total, move)
+        _spare_hooks(holder)
 
-    def take(self, leaf: Tensor | JointLeaves) -> Tensor | None:
+    def take(self, holder: Tensor | JointLeaves) -> Tensor | None:
         """The sum of a weight, which is added to a gradient that goes on to its all-reduce."""
-        if isinstance(leaf, JointLeaves):
-            found_parts = {i: total for i, each in leaf.wanted() if (total := self.take(each)) is not None}
-            return leaf.joined(found_parts) if found_parts else None
-        found = self._sums.pop(id(leaf), None)
-        total = None if found is None else found.tensor
-        for late in self._expected.pop(id(leaf), ()):
-            gradient = late.hand_in().to(leaf.dtype)
+        key, leaves = _key_of(holder), [holder]
+        if isinstance(holder, JointLeaves):
+            parts = {i: part for i, leaf in holder.wanted() if (part := self.take(leaf)) is not None}
+            total, leaves = holder.joined(parts) if parts else None, [leaf for _, leaf in holder.wanted()]
+        else:
+            found = self._sums.pop(id(holder), None)
+            total = None if found is None else found.tensor
+        for late in self._expected.pop(key, ()):
+            gradient = late.hand_in().to(leaves[0].dtype)  # type: ignore[union-attr]
             total = gradient if total is None else total + gradient
-            _spare_hooks(leaf)
+            for leaf in leaves:
+                _spare_hooks(leaf)  # type: ignore[arg-type]
         return total
 
     def taken(self) -> list[PartialSum]:
@@ -107,6 +111,11 @@ class PartialSums:
     def discard(self) -> None:
         self._sums.clear()
         self._expected.clear()
+
+
+def _key_of(holder: Tensor | JointLeaves) -> Any:
+    """Return what the same parameters have in each backward."""
+    return tuple(id(leaf) for _, leaf in holder.wanted()) if isinstance(holder, JointLeaves) else id(holder)
 
 
 @torch.no_grad()

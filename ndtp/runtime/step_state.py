@@ -43,6 +43,11 @@ class ReadWeight(NamedTuple):
         node = self.node()
         return node is not None and torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined, no-any-return]
 
+    @property
+    def waits(self) -> bool:
+        """Whether another backward may come by."""
+        return self.node() is not None and not self.runs
+
 
 class StepState:
     """The order in which weights are used, gradients on their way, and gradients held back.
@@ -135,7 +140,8 @@ class StepState:
 
         While gradients are accumulated ranks may use others, but for those whose gradients do not wait.
         """
-        uses, self.uses = self.uses or [], []
+        uses = self.uses or []
+        self.uses = [use for use in uses if not isinstance(use, str) and use.waits]
         found = [use if isinstance(use, str) else use.name for use in uses if isinstance(use, str) or use.runs]
         if self.partial_sums.depth:
             at_once = [name for name in found if name.startswith(COMPUTED)]
