@@ -352,7 +352,8 @@ class SameCalls:
             is_apart = compare(self.mesh, conversation, point, self.rows)
             # A backward that begins without new uses is one of what was used before.
             self.mesh.step.uses_differ = is_apart or (self.mesh.step.uses_differ and not any(uses))
-            waiting = WaitingBackward(self.mesh, conversation) if self.mesh.step.uses_differ else None
+            waits = self.mesh.step.uses_differ and not accumulates  # else the sums wait anyway, and for later ones
+            waiting = WaitingBackward(self.mesh, conversation) if waits else None
         except BaseException:
             at_work.end()
             self.mesh.step.partial_sums.discard()  # other ranks may have none

@@ -7,7 +7,7 @@ its `nn.ModuleList` that is built alike.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -72,7 +72,7 @@ def _made_of(text: str) -> Observation:
 
 
 def joined(runs: Sequence[Observation]) -> Observation:
-    """Return what several runs of a model show together; the first one decides where they do not agree."""
+    """Return what several runs of a model show together; where they do not agree the first one decides, or none."""
     kinds, made, grouped = Kinds(), Observation(), set[str]()
     apart: set[str] = set()  # layers whose features the runs take apart in different ways
     for run in runs:
@@ -102,8 +102,10 @@ def like_siblings(seen: Observation, model: nn.Module) -> Observation:
     """Return what was seen, and of layers of a list that nobody has called what was seen of a sibling."""
     for name, module in model.named_modules():
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            alike: dict[str, list[str]] = {}
             for child, sibling in _unseen(seen, name, module):
-                seen = _with_renamed(seen, sibling, child)
+                alike.setdefault(sibling, []).append(child)
+            seen = _with_copies(seen, f"{name}." if name else "", alike) if alike else seen
     return seen
 
 
@@ -128,24 +130,39 @@ def _shapes(module: nn.Module) -> tuple[Any, ...]:
     return tuple((name, p.shape) for name, p in module.named_parameters())
 
 
-def _with_renamed(seen: Observation, old: str, new: str) -> Observation:
-    """Return what was seen, and of one part of the model once more under the name of another."""
+def _with_copies(seen: Observation, begins: str, alike: Mapping[str, Sequence[str]]) -> Observation:
+    """Return what was seen, and of some children of a container once more under the names of others.
 
-    def named(name: str) -> str:
-        return new + name[len(old) :] if name == old or name.startswith(f"{old}.") else ""
+    Args:
+        begins: the names of what is in the container.
+        alike: by the name of a child, those that are built like it.
+    """
 
-    def of(names: Sequence[str]) -> list[str]:
-        return [named(name) for name in names if named(name)]
+    def copies(names: Sequence[str]) -> list[list[str]]:
+        """Return, for each other child, the names of what is in one child as they are there."""
+        found: dict[str, list[str]] = {}
+        for name in names:
+            if name.startswith(begins):
+                own = begins + name[len(begins) :].partition(".")[0]
+                for child in alike.get(own, ()):
+                    found.setdefault(child, []).append(child + name[len(own) :])
+        return list(found.values())
 
+    def flat(names: Iterable[str]) -> list[str]:
+        return [each for name in names for (each,) in copies([name])]
+
+    def of_each(facts: Mapping[str, Any]) -> dict[str, Any]:
+        return {each: fact for name, fact in facts.items() for each in flat([name])}
+
+    chains = ((names, found) for names, last in seen.chains for found in copies([*names, last]))
     return replace(
         seen,
-        edges=seen.edges | {named(name): edge for name, edge in seen.edges.items() if named(name)},
-        groups=seen.groups + [of(group) for group in seen.groups if of(group)],
-        sections=seen.sections | {named(name): parts for name, parts in seen.sections.items() if named(name)},
-        order=seen.order + of(seen.order),
-        feeds=seen.feeds | {named(name): kind for name, kind in seen.feeds.items() if named(name)},
-        twice=seen.twice | {*of([*seen.twice])},
-        chains=seen.chains
-        + [(tuple(of(names)), named(last)) for names, last in seen.chains if all(map(named, (*names, last)))],
-        heads=seen.heads | {*of([*seen.heads])},
+        edges=seen.edges | of_each(seen.edges),
+        groups=seen.groups + [found for group in seen.groups for found in copies(group)],
+        sections=seen.sections | of_each(seen.sections),
+        order=seen.order + flat(seen.order),
+        feeds=seen.feeds | of_each(seen.feeds),
+        twice=seen.twice.union(flat(seen.twice)),
+        chains=seen.chains + [(tuple(ups), down) for names, (*ups, down) in chains if len(ups) == len(names)],
+        heads=seen.heads.union(flat(seen.heads)),
     )
