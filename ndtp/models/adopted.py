@@ -26,6 +26,7 @@ from ndtp.models.signatures import input_by_name
 from ndtp.models.standing_in import lying, take_place
 from ndtp.models.table_settings import refused_setting
 from ndtp.models.whole_rows import are_few
+from ndtp.nn.computed_weights import as_computed
 from ndtp.nn.padding import zero_padding
 from ndtp.nn.parameters import check_own, put_on_grid
 from ndtp.nn.sharded import Lies, Sharded
@@ -35,7 +36,6 @@ from ndtp.ops.norms import NormPlan, bound_norm, norm, with_eps
 from ndtp.runtime.arrival import is_plain, stored_shape
 from ndtp.runtime.eagerly import WHY_EAGER, eagerly
 from ndtp.runtime.halves import laid_sizes
-from ndtp.runtime.handed_out import refuse_handed_out
 from ndtp.runtime.of_turn import OfTurn
 
 NAMES = ("weight", "bias")
@@ -120,8 +120,6 @@ class Adopted(Sharded):
             lies = self.lies[name]
             beside = value if x is None else x
             check_own(value, lies.shape, lies.shard, beside, f"{type(self).__name__} '{self.name}': {name}")
-            if value.grad_fn is not None:
-                refuse_handed_out(value, f"{type(self).__name__} '{self.name}': {name}")
             return value
         return super().own(name, x)
 
@@ -133,7 +131,10 @@ class Adopted(Sharded):
         if name in own and ((found := own[name]) is None or is_placed(found) or not _is_computed(found)):
             return found  # type: ignore[no-any-return]
         value = getattr(self, name, None)
-        return value if value is None else lying(gathered(value), self.lies[name], self.mesh, f"{self.name}.{name}")
+        if value is None:
+            return None
+        value = as_computed(gathered(value), self.mesh, f"{type(self).__name__} '{self.name}': {name}")
+        return lying(value, self.lies[name], self.mesh, f"{self.name}.{name}")  # type: ignore[no-any-return]
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """A dense one is put on the grid, and stays the same object."""

@@ -78,6 +78,7 @@ class PlainGradients:
 
     def __init__(self, mesh: ProcessGrid, axes: Sequence[str]) -> None:
         self.mesh, self.axes = mesh, mesh.grid.nontrivial(axes)
+        mesh.step.row_axes = mesh.step.row_axes or self.axes
         self._parameters: list[tuple[str, nn.Parameter]] = []
         self._split: dict[int, tuple[str, Any]] = {}
         self._seen = _registered[0]
@@ -212,7 +213,7 @@ class PlainGradients:
         if is_sum(gradient) or "ndtp_set_aside" not in vars(parameter):  # no more, since `model.to` moved it
             return None if summed is None else gradient + summed
         self._refuse_graph(name, gradient)
-        if not is_plain(gradient) and gradient.placements == parameter.placements:
+        if not is_plain(gradient) and _lies_alike(gradient, parameter):
             gradient = gradient._local_tensor
         else:
             gradient = part_of(gradient if is_plain(gradient) else full_of(gradient), parameter._dtensor)
@@ -317,6 +318,12 @@ def _may_have_gradient(parameter: nn.Parameter) -> bool:
     if not is_plain(parameter) and not (hasattr(parameter, "ndtp_layout") and not parameter.ndtp_layout.axes):
         return False
     return parameter.is_floating_point() or parameter.is_complex()
+
+
+def _lies_alike(gradient: Any, parameter: Any) -> bool:
+    """Return whether a gradient is split as its parameter is, with the same padding."""
+    is_split_alike = gradient.placements == parameter.placements
+    return is_split_alike and local_of(gradient).shape == local_of(parameter).shape  # type: ignore[no-any-return]
 
 
 def _on_grid(gradient: Tensor, parameter: Any) -> Tensor:

@@ -19,13 +19,13 @@ from ndtp.models.adopted import class_of, gathered, is_placed
 from ndtp.models.code_reads import CodeReads, note_read
 from ndtp.models.frame import Frame
 from ndtp.models.standing_in import lying, take_place
+from ndtp.nn.computed_weights import as_computed
 from ndtp.nn.parameters import put_on_grid
 from ndtp.nn.parameters import taken as taken_from
 from ndtp.nn.sharded import Lies
 from ndtp.ops.moving import taken
 from ndtp.runtime.arrival import is_plain, stored_shape
 from ndtp.runtime.halves import dense_part
-from ndtp.runtime.handed_out import refuse_handed_out
 from ndtp.runtime.memories import stands_for
 
 
@@ -103,9 +103,8 @@ class Replicated(nn.Module):
                     return value  # of a transform, whose function computes with it
                 # Computed, and put in its place by `torch.func.functional_call`.
                 where = f"{self.ndtp_name}.{name}"
-                value = lying(gathered(value), self.ndtp_lies[name], self.ndtp_frame.mesh, where)
-                if value.grad_fn is not None:
-                    refuse_handed_out(value, f"'{where.removeprefix('.')}'")
+                value = as_computed(gathered(value), self.ndtp_frame.mesh, f"'{where.removeprefix('.')}'")
+                value = lying(value, self.ndtp_lies[name], self.ndtp_frame.mesh, where)
             plan, part = self.ndtp_plan(name), self._part(name)
             reads, known = note_read(running, value, f"'{plan.name.removeprefix('.')}'")
             if known is not None and part is None and not is_in_transform():

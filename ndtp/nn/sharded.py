@@ -16,6 +16,7 @@ from ndtp.algebra.layout import Layout
 from ndtp.algebra.schemes import BlockLayouts
 from ndtp.algebra.volume import Volume
 from ndtp.errors import LayoutError
+from ndtp.nn.computed_weights import as_computed
 from ndtp.nn.parameters import (
     check_own,
     computed_in,
@@ -31,7 +32,6 @@ from ndtp.runtime.arrival import is_plain, local_of
 from ndtp.runtime.dry_grid import DryGrid, dry_backend
 from ndtp.runtime.given_mesh import GivenWire, given_mesh
 from ndtp.runtime.halves import laid_sizes
-from ndtp.runtime.handed_out import refuse_handed_out
 from ndtp.runtime.process_grid import ProcessGrid
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -130,7 +130,7 @@ class Sharded(nn.Module):
             beside = parameter if x is None else x
             check_own(parameter, lies.shape, lies.shard, beside, f"{type(self).__name__} '{self.name}': {name}")
             if parameter.grad_fn is not None:
-                refuse_handed_out(parameter, f"{type(self).__name__} '{self.name}': {name}")
+                parameter = as_computed(parameter, self.mesh, f"{type(self).__name__} '{self.name}': {name}")
         return parameter
 
     def needed(self, name: str, x: Tensor | None) -> Tensor:

@@ -53,7 +53,7 @@ class GridTensor(torch.Tensor):
         ndtp_name: what errors call it.
         ndtp_is_read: whether a model's own code takes it for a plain tensor, so that its gradient is one.
         ndtp_view: (of a view) what it is a view of, and how it was made where it shares no memory with that.
-        ndtp_of_model: whether it is, or was made of, a parameter of a model whose inputs every rank has whole.
+        ndtp_of_model: whether it is, or was made of, a parameter of a split model, or a gradient of one.
         ndtp_is_handed: whether code outside of the layers computes with it, whose gradient may be a plain tensor.
         ndtp_is_sum: (of a gradient) whether a compiled layer gives it, which has summed it over all ranks.
         ndtp_has_sum: (of a gradient) whether autograd has added such a one and another.
@@ -68,6 +68,7 @@ class GridTensor(torch.Tensor):
     ndtp_view: Any
     ndtp_memories: Any = None  # see `ndtp.runtime.memories`
     ndtp_is_handed: bool
+    ndtp_of_model: bool = False
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -110,6 +111,7 @@ class GridTensor(torch.Tensor):
             GRAD.__set__(self, grad)
         if type(grad) is GridTensor and not grad.ndtp_name:
             grad.ndtp_name = f"gradient of {self.ndtp_name}"
+            grad.ndtp_of_model = self.ndtp_of_model
         return grad
 
     @grad.setter

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ndtp.errors import LayoutError
 from ndtp.runtime.at_work import at_work
 from ndtp.runtime.caller import callers
 from ndtp.runtime.grid_autograd import PutInPlace
@@ -47,10 +46,8 @@ def note_use(parameter: Any) -> None:
     own = vars(parameter)
     # Of a model whose ranks have other rows.  In its forward layers compute with shards, and what else is code's.
     if "ndtp_hand_out" in own and (at_work() is None or _is_read_by_others(parameter)):
-        if "ndtp_set_aside" in own or _is_put_on():
-            return
-        parameter.ndtp_is_handed = True
-        own["ndtp_hand_out"]()
+        if "ndtp_set_aside" not in own and not _is_put_on():
+            hand_out(parameter)
     elif not own.get("ndtp_is_handed") and not own.get("ndtp_summed_over") and not own.get("ndtp_is_read"):
         parameter.ndtp_is_handed = True
         kind, dtensor, real = type(parameter), parameter._dtensor, parameter.ndtp_real
@@ -92,38 +89,17 @@ def _is_put_on() -> bool:
     )
 
 
-_SET_ASIDE: list[bool] = []  # whether any parameter of this process has been
-
-
 def set_aside(parameter: Any, take: Callable[[Any], Any]) -> None:
     """Let `take` have what layers give of a parameter from now on, see `GridTensor`."""
     parameter.ndtp_set_aside = take
-    _SET_ASIDE[:] = [True]
 
 
-def refuse_handed_out(weight: Any, where: str) -> None:
-    """Refuse the weight of a layer that is computed from a parameter with which code outside of layers computes.
-
-    What the layer gives of it is the sum of all ranks; what such code gives is this rank's, and is still to be summed.
-
-    Raises:
-        LayoutError: ranks have rows of their own, and both would arrive at the parameter as one gradient.
-    """
-    seen, waiting = (
-        set(),
-        [weight.grad_fn] if _SET_ASIDE else [],
-    )  # a graph may be long, and most have no such parameter
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and "ndtp_set_aside" in vars(leaf):
-            raise LayoutError(
-                f"{where} {tuple(weight.shape)} is computed from '{leaf.ndtp_name}', with which code outside of the "
-                "model's forward computes, on a grid whose ranks have rows of their own (dp): the gradient would be "
-                "summed twice\n  fix: compute it in the model's forward (a parametrization) alone; or from "
-                "p.detach().requires_grad_()"
-            )
-        waiting += [after for after, _ in node.next_functions]
+def hand_out(parameter: Any) -> bool:
+    """Have what code gives of a parameter summed over ranks with other rows, from now on; False where it cannot be."""
+    own = vars(parameter)
+    if "ndtp_set_aside" not in own:
+        if "ndtp_hand_out" not in own:
+            return False
+        parameter.ndtp_is_handed = True
+        own["ndtp_hand_out"]()
+    return True

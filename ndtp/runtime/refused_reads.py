@@ -21,7 +21,7 @@ def is_whole_tensor(x: Any) -> bool:
 def refused(what: str, split: Any, flat: Sequence[Any]) -> LayoutError:
     """Return the error of an operation on a split parameter and plain tensors."""
     name, (code, where) = getattr(split, "ndtp_name", ""), _reader()
-    owner, what_it_is = name.rpartition(".")[0], f"'{name}'" if name else "a parameter"
+    owner, what_it_is = name.removeprefix("gradient of ").rpartition(".")[0], f"'{name}'" if name else "a parameter"
     shapes = ", ".join(str(tuple(x.shape)) for x in flat if is_whole_tensor(x))
     others = f"tensors that are not, {shapes}" if shapes else "tensors that are not"
     keep = f"; or parallelize(..., keep=['{owner}']), which leaves it whole" if owner else ""

@@ -71,6 +71,7 @@ class StepState:
             of a model; None: nobody does.
         uses_differ: whether ranks used other weights before the last backward.
         watched: who compares the calls of the models of the grid.
+        row_axes: the axes along which ranks have rows of their own, whose gradients are summed.
         reduce_held: sums what any rank of the grid has held back; None: all ranks hold back the same.
     """
 
@@ -87,6 +88,7 @@ class StepState:
         self.uses: list[str | ReadWeight] | None = None
         self.uses_differ = False
         self.watched: WeakSet[Any] = WeakSet()
+        self.row_axes: tuple[str, ...] = ()
         self.reduce_held: Callable[[Any], None] | None = None
         self._accumulated: set[str] = set()
 

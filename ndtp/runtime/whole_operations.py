@@ -39,8 +39,7 @@ def by_whole(
             return kind(lying_as(local, of._dtensor), False, of.ndtp_real)
         result = kind(on_every_rank(x, of))
         result.ndtp_name, result.ndtp_is_read = of.ndtp_name, True
-        if hasattr(of, "ndtp_of_model"):
-            result.ndtp_of_model = True
+        result.ndtp_of_model = of.ndtp_of_model
         if is_view:
             result.ndtp_view = (of, (func, list(flat), tree, index))
         return result

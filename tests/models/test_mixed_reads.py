@@ -127,6 +127,36 @@ def test_of_a_pair(ranks):
     assert told.endswith("or parallelize(..., keep=['pair.up']), which leaves it whole")
 
 
+class WithMoreThanItUses(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(6, 34), nn.Tanh(), nn.Linear(34, 2))
+        self.unused = nn.Parameter(torch.tensor(0.3))
+
+
+def by_closures(model):
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    return [optimizer.step(closure) for _ in range(2)]
+
+
+def check_gradients_in_one_vector():
+    torch.manual_seed(0)
+    dense = WithMoreThanItUses()
+    model = ndtp.parallelize(copy.deepcopy(dense), mesh_of(Grid(x=2)))
+    torch.testing.assert_close(by_closures(model), by_closures(dense), rtol=1e-4, atol=1e-6)
+
+
+def test_gradients_beside_zeros_in_one_vector(ranks):
+    ranks(2).run(check_gradients_in_one_vector)  # LBFGS puts zeros in the place of a gradient that there is none of
+
+
 class Gained(nn.Module):
     """A norm behind which gains stand in a list, of which the list's owner reads them."""
 

@@ -1,0 +1,120 @@
+"""Weights of layers that other code of the model computes, where ranks have rows of their own: gradients as dense ones.
+
+A layer sums the gradient of its weight over the ranks, and so does what computes it.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from products import mesh_of
+from torch import nn
+from torch.func import functional_call
+
+import ndtp
+from ndtp import Grid
+
+
+class Made(nn.Module):
+    """A chain whose first layer has a weight, and whose last one a bias, of what `how` computes."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.chain = how, nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 5))
+        self.maker, self.code = nn.Linear(2, 63), nn.Parameter(torch.randn(2))
+        self.a, self.b, self.scale = (nn.Parameter(torch.randn(*sizes)) for sizes in ((9, 2), (2, 7), (5,)))
+
+    def weights(self, x):
+        first, last = self.chain[0].weight, self.chain[2].bias
+        if self.how == "layer":
+            return {"0.weight": self.maker(self.code).view(9, 7)}
+        if self.how == "adapter":
+            return {"0.weight": first + self.a @ self.b, "2.bias": last * self.scale}
+        if self.how == "mixed":
+            own = {name: p * 1.5 for name, p in self.chain.named_parameters()}
+            own["0.weight"] = own["0.weight"] + self.maker(self.code).view(9, 7)
+            return own | {"2.bias": own["2.bias"] * self.scale}
+        return {"0.weight": self.maker(x.mean(0)[:2]).view(9, 7)}  # of the rows of a rank
+
+    def forward(self, x):
+        if self.how == "function":
+            return self.chain[2](torch.tanh(F.linear(x, self.maker(x.mean(0)[:2]).view(9, 7))))
+        return functional_call(self.chain, self.weights(x), (x,)) + self.chain(x)
+
+
+class Kinds(nn.Module):
+    """A convolution, a norm, a table and a recurrent layer with computed weights."""
+
+    def __init__(self, _):
+        super().__init__()
+        self.conv, self.norm, self.table = nn.Conv1d(7, 6, 1), nn.LayerNorm(6), nn.Embedding(5, 6)
+        self.recurrent, self.head = nn.GRU(6, 4, batch_first=True), nn.Linear(4, 5)
+        self.maker, self.code = nn.Linear(2, 42 + 6 + 30 + 72), nn.Parameter(torch.randn(2))
+
+    def forward(self, x):
+        conv, norm, table, recurrent = self.maker(self.code).split([42, 6, 30, 72])
+        y = functional_call(self.conv, {"weight": conv.view(6, 7, 1)}, (x[:, :, None].expand(-1, -1, 3),)).mT
+        y = functional_call(self.norm, {"weight": norm}, (y,))
+        y = y + functional_call(self.table, {"weight": table.view(5, 6)}, (torch.arange(3),))
+        y = functional_call(self.recurrent, {"weight_ih_l0": recurrent.view(12, 6)}, (y,))[0]
+        return self.head(y[:, -1])
+
+
+def trained(model, rows, ranks):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        x, y = (torch.randn(8, n, generator=torch.Generator().manual_seed(step), dtype=torch.float64) for n in (7, 5))
+        optimizer.zero_grad()
+        (F.mse_loss(model(rows(x)), rows(y)) / ranks).backward()
+        optimizer.step()
+    whole = lambda x: x if x is None else x.full_tensor() if hasattr(x, "full_tensor") else x.detach()  # noqa: E731
+    return {name: (whole(p), whole(p.grad)) for name, p in model.named_parameters()}
+
+
+def check(kind, how, sizes):
+    torch.manual_seed(0)
+    dense, mesh = kind(how).double(), mesh_of(Grid(sizes))
+    model = ndtp.parallelize(copy.deepcopy(dense), mesh)
+    mine = mesh.grid.coordinate(mesh.rank)["dp"]
+    found = trained(model, lambda x: x.chunk(2)[mine], 2)
+    if how == "function":  # of each rank's rows: the mean of two dense models that see one half each
+        halves = [copy.deepcopy(dense) for _ in range(2)]
+        for half, each in enumerate(halves):
+            x, y = (torch.randn(8, n, generator=torch.Generator().manual_seed(0), dtype=torch.float64) for n in (7, 5))
+            F.mse_loss(each(x.chunk(2)[half]), y.chunk(2)[half]).backward()
+        for p, a, b in zip(dense.parameters(), *(each.parameters() for each in halves), strict=True):
+            p.grad = None if a.grad is None else (a.grad + b.grad) / 2
+        model.zero_grad()
+        model = ndtp.parallelize(copy.deepcopy(dense), mesh)
+        (F.mse_loss(model(x.chunk(2)[mine]), y.chunk(2)[mine]) / 2).backward()
+        for p, q in zip(model.parameters(), dense.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None)
+            if q.grad is not None:
+                torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+        return
+    for name, (p, grad) in trained(dense, lambda x: x, 1).items():
+        assert (grad is None) == (found[name][1] is None), name
+        torch.testing.assert_close(found[name], (p, grad), msg=lambda text, name=name: f"{how}, {name}: {text}")
+
+
+@pytest.mark.parametrize("how", ["layer", "adapter", "mixed", "function"])
+def test_gradients_go_to_what_computes_a_weight(ranks, how):
+    ranks(2).run(check, Made, how, {"dp": 2})
+
+
+def test_and_of_layers_that_are_split(ranks):
+    ranks(4).run(check, Made, "mixed", {"dp": 2, "x": 2})
+
+
+def test_of_other_kinds_of_layers(ranks):
+    ranks(2).run(check, Kinds, "layer", {"dp": 2})
+
+
+def check_refused():
+    with pytest.raises(ndtp.LayoutError, match=r"'chain.0': weight \(9, 7\) was computed, and ranks along dp have"):
+        check(Made, "rows", {"dp": 2})
+
+
+def test_weights_of_the_rows_of_a_rank_are_refused_by_name(ranks):
+    ranks(2).run(check_refused)
