@@ -46,7 +46,7 @@ from ndtp.runtime.arrival import is_plain, local_of, no_second_sum, real_of, wra
 from ndtp.runtime.eagerly import as_it_is
 from ndtp.runtime.gradient_ends import end_of
 from ndtp.runtime.grid_parts import full_of, part_of
-from ndtp.runtime.handed_out import is_sum, set_aside
+from ndtp.runtime.handed_out import is_sum, refuse_within_backward, set_aside
 from ndtp.runtime.of_turn import OfTurn
 from ndtp.runtime.process_grid import ProcessGrid
 
@@ -151,15 +151,16 @@ class PlainGradients:
 
     def _hand_out(self, parameter: Any) -> None:
         """Sum what code outside of layers gives of a parameter, from now on."""
-        set_aside(parameter, partial(self._set_aside, id(parameter)))
+        set_aside(parameter, partial(self._set_aside, id(parameter), parameter.ndtp_name))
         if id(parameter) not in self._hooked:
             self._hooked.add(id(parameter))
             _hook_first(parameter, partial(self._take_of_split, id(parameter)))
         else:
             parameter._backward_hooks = parameter._backward_hooks  # as above
 
-    def _set_aside(self, parameter: int, summed: Any) -> Any:
+    def _set_aside(self, parameter: int, name: str, summed: Any) -> Any:
         """Keep what a layer gives of a parameter; a zero for autograd, once in a backward."""
+        refuse_within_backward(name, self.axes)
         task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
         found = self._summed.setdefault(task, {}).setdefault(parameter, [])
         found.append(summed)

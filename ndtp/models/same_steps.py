@@ -333,7 +333,7 @@ def _walk(module: nn.Module, parts: Parts, is_root: bool = False) -> None:
     for name in numbers_of(module):
         parts.keepers.append(own)
         parts.keys.append(name)
-    parts.parameters += [p for p in own["_parameters"].values() if p is not None]
+    parts.parameters += [p for p in own["_parameters"].values() if isinstance(p, nn.Parameter)]
     for child in own["_modules"].values():
         if child is not None:
             _walk(child, parts)
@@ -364,7 +364,7 @@ def _in_order(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters by names, in the order of `_walk`."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         for key, p in module._parameters.items():
-            if p is not None:
+            if isinstance(p, nn.Parameter):  # or it was computed, for this call
                 yield f"{prefix}.{key}" if prefix else key, p
 
 

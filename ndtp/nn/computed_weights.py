@@ -39,10 +39,11 @@ def as_computed(weight: Any, mesh: ProcessGrid, where: str) -> Any:
     if not axes or weight.grad_fn is None or not weight.requires_grad:
         return weight
     leaves, is_summed = _sources(weight.grad_fn)
+    leaves = [leaf for leaf in leaves if "ndtp_summed_over" in vars(leaf)]  # others are none of a split model
     if not is_summed and not any(vars(x).get("ndtp_is_read") or "ndtp_set_aside" in vars(x) for x in leaves):
         return weight
     for leaf in leaves:
-        if hasattr(leaf, "ndtp_name") and not hand_out(leaf):
+        if not hand_out(leaf):
             raise LayoutError(
                 f"{where} {tuple(weight.shape)} is computed from '{leaf.ndtp_name}', of the layer itself, and from "
                 "what other code computes with, on a grid whose ranks have rows of their own (dp): the gradient would "

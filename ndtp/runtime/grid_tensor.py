@@ -248,9 +248,8 @@ class GridTensor(torch.Tensor):
 
     def storage(self) -> Any:
         """Refuse the memory of the whole, which no rank has; safetensors asks for it."""
-        which = f"{self.ndtp_name or 'a tensor'} {tuple(self.shape)}"
-        fix = "fix: ndtp.checkpoint, or p.full_tensor() of each parameter, on every rank"
-        raise LayoutError(f"ndtp: no rank has the memory of {which}\n  {fix}")
+        which = f"no rank has the memory of {self.ndtp_name or 'a tensor'} {tuple(self.shape)}"
+        raise LayoutError(f"ndtp: {which}\n  fix: ndtp.checkpoint, or p.full_tensor() of each parameter, on every rank")
 
     def __format__(self, spec: str) -> str:
         return format(full_of(self), spec) if not self.dim() else super().__format__(spec)
@@ -263,9 +262,8 @@ class GridTensor(torch.Tensor):
             return memo[id(self)]
         made = GridTensor(copy.deepcopy(self._dtensor, memo), self.requires_grad, self.ndtp_real)
         memo[id(self)] = made
-        for name, value in vars(self).items():
-            if name not in KEPT:
-                setattr(made, name, copy.deepcopy(value, memo))
+        for name in vars(self).keys() - {*KEPT}:
+            setattr(made, name, copy.deepcopy(vars(self)[name], memo))
         if self.grad is not None and not isinstance(self, nn.Parameter):  # torch copies no parameter's gradient
             made.grad = self.grad.clone()
         return made

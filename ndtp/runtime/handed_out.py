@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 from torch.distributed.tensor import DTensor
 
+from ndtp.errors import LayoutError
 from ndtp.runtime.at_work import at_work
 from ndtp.runtime.caller import callers
 from ndtp.runtime.grid_autograd import PutInPlace
@@ -92,6 +94,29 @@ def _is_put_on() -> bool:
 def set_aside(parameter: Any, take: Callable[[Any], Any]) -> None:
     """Let `take` have what layers give of a parameter from now on, see `GridTensor`."""
     parameter.ndtp_set_aside = take
+
+
+def refuse_within_backward(name: str, axes: Sequence[str]) -> None:
+    """Refuse the gradient of a parameter that the backward of an autograd function asks `torch.autograd.grad` for.
+
+    A layer gives the sum of all ranks.  What the function makes of that may come back as the parameter's gradient, like
+    what other code gives of it, which is each rank's own.
+
+    Raises:
+        LayoutError: names the parameter and the function.
+    """
+    asks = False
+    for frame in callers(_MOST_FRAMES):
+        asks |= frame.f_code is torch.autograd.grad.__code__
+        if asks and frame.f_code is BackwardCFunction.apply.__code__:
+            function = type(frame.f_locals["self"]).__name__.removesuffix("Backward")
+            raise LayoutError(
+                f"parallelize: the backward of {function} asks torch.autograd.grad for the gradient of '{name}', on a "
+                f"grid whose ranks have rows of their own ({', '.join(axes)}): layers give the sum of all ranks, and "
+                "code that computes with a parameter gives what is this rank's\n"
+                "  fix: z in the place of dp, which splits rows, too; or what autograd derives by itself in the place "
+                f"of {function}, as torchdiffeq's odeint for its odeint_adjoint"
+            )
 
 
 def hand_out(parameter: Any) -> bool:

@@ -47,3 +47,53 @@ def check(axes, make, form):
 def test_gradients_of_whole_tensors_are_whole(ranks, axes, form):
     for make in (of_own, stock):
         ranks(2).run(check, axes, make, form)
+
+
+class Adjoint(torch.autograd.Function):
+    """A layer whose gradients its own backward asks autograd for, and computes with, as solvers of equations do."""
+
+    @staticmethod
+    def forward(ctx, x, layer, *parameters):
+        ctx.layer, ctx.parameters = layer, parameters
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return layer(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            y = ctx.layer(x)
+            [torch.as_strided(p, (), ()) for p in ctx.parameters]  # torchdiffeq's way around a bug of torch
+            first, *others = torch.autograd.grad(y, (x, *ctx.parameters), grad)
+        flat = torch.cat([each.reshape(-1) for each in others]) * 1.0
+        parts = flat.split([p.numel() for p in ctx.parameters])
+        return first, None, *(part.view(p.shape) for part, p in zip(parts, ctx.parameters, strict=True))
+
+
+class Solved(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inside, self.head = nn.Linear(6, 6), nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.head(Adjoint.apply(x, self.inside, *self.inside.parameters()))
+
+
+def check_adjoint(sizes):
+    torch.manual_seed(0)
+    dense, mesh, x = Solved().double(), mesh_of(Grid(sizes)), torch.linspace(-1, 1, 48).double().view(8, 6)
+    model = ndtp.parallelize(copy.deepcopy(dense), mesh, example=x)
+    if "dp" in sizes:
+        with pytest.raises(ndtp.LayoutError, match=r"backward of Adjoint asks .*'inside.weight'.*\n  fix: z in"):
+            model(x).square().sum().backward()
+        return
+    for each in (model, dense):
+        each(x).square().sum().backward()
+    for p, q in zip(model.parameters(), dense.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad, q.grad)
+
+
+@pytest.mark.parametrize("sizes", [{"z": 2}, {"dp": 2}], ids=str)
+def test_gradients_that_a_backward_asks_for(ranks, sizes):
+    ranks(2).run(check_adjoint, sizes)

@@ -118,3 +118,28 @@ def check_refused():
 
 def test_weights_of_the_rows_of_a_rank_are_refused_by_name(ranks):
     ranks(2).run(check_refused)
+
+
+def check_two_models():
+    """One split model computes the weight of another one, in each of several steps."""
+    found = []
+    for is_split in (False, True):
+        torch.manual_seed(0)
+        pair = [nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 5)).double(), nn.Linear(4, 63).double()]
+        if is_split:
+            pair = [ndtp.parallelize(each, mesh_of(Grid(x=2))) for each in pair]
+        model, maker = pair
+        optimizer = torch.optim.SGD([p for each in pair for p in each.parameters()], lr=0.1)
+        for step in range(2):
+            x = torch.randn(8, 7, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+            optimizer.zero_grad()
+            weight = maker(torch.ones(1, 4, dtype=torch.float64)).view(9, 7)
+            functional_call(model, {"0.weight": weight}, (x,)).square().mean().backward()
+            optimizer.step()
+        whole = lambda p: p.full_tensor() if hasattr(p, "full_tensor") else p.detach()  # noqa: E731
+        found.append([whole(p) for each in pair for p in each.parameters()])
+    torch.testing.assert_close(*found)
+
+
+def test_a_model_that_computes_the_weight_of_another(ranks):
+    ranks(2).run(check_two_models)
