@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -33,6 +32,7 @@ from ndtp.models.router_loss import whole_router_loss
 from ndtp.models.run_eagerly import compiled_parts_run_eagerly, run_eagerly
 from ndtp.models.saving import saved_whole
 from ndtp.models.shared_input import SharedInput
+from ndtp.models.sides import guessed_sides, sides
 from ndtp.models.split_layers import AsStored, ObservedEmbedding, ObservedLinear
 from ndtp.models.table_settings import odd_settings, refuse_own_rows, setting_against
 from ndtp.models.torch_attention import ObservedPart, OpenedPart, open_to_split, with_parts
@@ -311,7 +311,9 @@ class AnyModel(Placing):
                 whole = [key for key, p in own.items() if key not in parts and not is_placed(p)]
                 self.replicate(module, name, self.frame.outside.dims[0], parts)  # type: ignore[arg-type]
                 if whole:
-                    self.kept.setdefault(name, f"whole on every rank: {', '.join(whole)} of {type(module).__name__}")
+                    undivided = ", whose sizes no axis divides" * any(own[key].dim() > 1 for key in whole)
+                    of = type(module).__name__ + undivided * (not self.is_kept(name))
+                    self.kept.setdefault(name, f"whole on every rank: {', '.join(whole)} of {of}")
 
     def _parts(self, name: str, module: nn.Module, own: dict[str, nn.Parameter]) -> dict[str, AsStored]:
         """Parameters that go with activations element by element."""
@@ -346,55 +348,16 @@ class AnyModel(Placing):
         return Layout(self.mesh.grid, *[None] * len(lead), axes)
 
     def _anywhere(self, p: nn.Parameter) -> Layout | None:
-        """Any other one of two dims or more is stored split, and gathered where code uses it."""
+        """Any other one of two dims or more is stored split, each axis along the last dim that it divides, and gathered
+        where code uses it.
+        """
         axes = [axis for axis in self.mesh.mesh_axes if axis in self.tensor_axes]
         dim = next((d for d in reversed(range(p.dim())) if p.shape[d] % self.count == 0), None)
-        if p.dim() < 2 or dim is None or self.count == 1:
+        split, left = {} if dim is None else dict.fromkeys(axes, dim), list(p.shape)
+        for axis in axes if dim is None else ():
+            along = next((d for d in reversed(range(p.dim())) if left[d] % self.mesh.grid[axis] == 0), None)
+            if along is not None:
+                split[axis], left[along] = along, left[along] // self.mesh.grid[axis]
+        if p.dim() < 2 or not self.mesh.grid.nontrivial(tuple(split)):
             return None
-        return Layout(self.mesh.grid, *[axes if d == dim else None for d in range(p.dim())])
-
-
-def sides(seen: Observation) -> tuple[dict[str, bool], set[str], dict[str, bool]]:
-    """The sides on which layers and parameters stand: that of hidden states, or what is inside of a block.
-
-    Returns:
-        For each layer whether it leads from hidden states inwards; the layers that lead to the side from which they
-        come; and for each other parameter whether it goes with what is inside.
-
-    Activations that must lie alike are on one side; a layer leads from one side to the other where it can.
-    """
-    counts = Counter(kind for edge in seen.edges.values() for kind in edge)
-    neighbours: dict[int, list[int]] = {}
-    for a, b in seen.edges.values():
-        neighbours.setdefault(a, []).append(b)
-        neighbours.setdefault(b, []).append(a)
-    side: dict[int, bool] = {}
-    for root, _ in counts.most_common():
-        if root in side:
-            continue
-        side[root], waiting = False, [root]
-        while waiting:
-            kind = waiting.pop(0)
-            for other in neighbours[kind]:
-                if other not in side:
-                    side[other] = not side[kind]
-                    waiting.append(other)
-    leads_in = {name: not side[a] for name, (a, _) in seen.edges.items()}
-    turns = {name for name, (a, b) in seen.edges.items() if side[a] == side[b]}
-    return leads_in, turns, {name: side.get(kind, False) for name, kind in seen.feeds.items()}
-
-
-def guessed_sides(modules: dict[str, nn.Module]) -> dict[str, bool]:
-    """Guess the sides of layers without a run: a layer that takes the commonest number of features leads in, one
-    that gives it leads out.
-    """
-    sizes = {name: features(m) for name, m in modules.items() if is_linear(m, casts=True)}
-    hidden = Counter(n for pair in sizes.values() for n in pair).most_common(1)
-    common = hidden[0][0] if hidden else 0
-    found = {}
-    for name, (inside, outside) in sizes.items():
-        parent = name.rpartition(".")[0]
-        alike = [n for n, s in sizes.items() if n.rpartition(".")[0] == parent and s == (common, common)]
-        is_last = (inside, outside) == (common, common) and len(alike) > 1 and name == alike[-1]
-        found[name] = inside == common and not is_last
-    return found
+        return Layout(self.mesh.grid, *[tuple(a for a in split if split[a] == d) or None for d in range(p.dim())])

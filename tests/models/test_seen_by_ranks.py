@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
-from ndtp.models.any_model import sides
 from ndtp.models.observation import observe
 from ndtp.models.seen_by_ranks import joined, like_siblings
+from ndtp.models.sides import sides
 
 
 class Block(nn.Module):

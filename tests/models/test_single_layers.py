@@ -16,6 +16,7 @@ LAYERS = {
     "table": (lambda: nn.Embedding(32, 16), (torch.arange(24).view(4, 6),)),
     "attention": (lambda: nn.MultiheadAttention(16, 4, batch_first=True), (X, X, X)),
     "convolution": (lambda: nn.Conv1d(16, 16, 3), (X.mT,)),
+    "odd convolution": (lambda: nn.Conv1d(6, 10, 3), (X.mT[:, :6],)),
 }
 
 
@@ -24,6 +25,8 @@ def check(kind, sizes):
     torch.manual_seed(0)
     dense = make().double()
     model = ndtp.parallelize(copy.deepcopy(dense), mesh_of(Grid(sizes)))
+    if kind == "odd convolution":  # of which four ranks divide no dim, and each axis one
+        assert model.weight._local_tensor.shape == (5, 3, 3)
     assert type(dense).__name__ == type(model).__name__ and set(model.state_dict()) == set(dense.state_dict())
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (dense, model)]
     for _ in range(2):
