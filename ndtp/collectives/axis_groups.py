@@ -134,14 +134,16 @@ class AxisGroups:
 
         seconds = self.seconds
         kind.prepare()
-        asked = self.options
+        asked, max_ctas = self.options, self.options.max_ctas
+        if asked.thread_blocks is not None and kind.takes_multiprocessors:
+            max_ctas = asked.thread_blocks.of((tuple(groups), direction, is_own))
 
         def arguments() -> dict[str, Any]:
             named = {} if other is None else {"backend": other.name}
-            return {**kind.group_arguments(seconds, asked.high_priority, asked.max_ctas), **named}
+            return {**kind.group_arguments(seconds, asked.high_priority, max_ctas), **named}
 
         own = object() if is_own else seconds
-        options = (kind.name, own, asked.high_priority, asked.max_ctas, direction)
+        options = (kind.name, own, asked.high_priority, max_ctas, direction)
         label = Label(("the grid's process group",), "start-up", "making", axes)
         # Where all ranks of the world make all groups along the axes, it is all that are waited for.
         waited_for = sorted(self.global_ranks) if len(groups) > 1 else self.members(axes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
 
@@ -15,6 +15,7 @@ from ndtp.algebra.grid import Grid
 from ndtp.algebra.wire import Wire
 from ndtp.collectives.backends import NOBODY, backend_named, device_type_of
 from ndtp.collectives.buffer_ring import DEFAULT_BYTES
+from ndtp.collectives.thread_blocks import ThreadBlocks, ctas_that_fit, num_axes, quarter_of
 from ndtp.compute.carved_gemm import CarvedGemm, can_carve_out
 from ndtp.compute.gemm import KernelGemm, TorchGemm
 from ndtp.errors import GridError
@@ -29,6 +30,10 @@ LONGEST_TIMEOUT_S = 1e9  # added to the clock in nanoseconds, a longer one ends 
 @dataclass(frozen=True)
 class GridOptions:
     """The options of a `ProcessGrid`, all in one record; `ProcessGrid` says what each of them means.
+
+    Attributes:
+        others: communicators that are busy beside those of the grid.
+        thread_blocks: of each communicator, where `max_ctas` is the default; None where all have `max_ctas`.
 
     Raises:
         GridError: an option has a value that makes no sense on any backend; names the option and its value.
@@ -47,6 +52,8 @@ class GridOptions:
     ring_bytes: int = DEFAULT_BYTES
     register_buffers: bool = False
     wire: Wire | None = None
+    others: int = 0
+    thread_blocks: ThreadBlocks | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "timeout", checked_timeout(self.timeout))
@@ -87,7 +94,7 @@ class GridOptions:
         Raises:
             GridError: a device that no backend serves, or an option that the backend does not have.
         """
-        device_type, max_ctas = self.device_type, self.max_ctas
+        device_type = self.device_type
         if device_type is None:
             device_type = device_type_of(backends or {})
         _check_device_type(device_type, backends)
@@ -99,9 +106,17 @@ class GridOptions:
                     "  fix: leave it out"
                 )
         _check_free_sms(self.free_sms, self.gemm, device_type)
-        if backend.takes_multiprocessors and max_ctas is None:
-            max_ctas = ctas_that_fit(backend.multiprocessors(), self.groups_per_axis or 2, grid)
-        return replace(self, device_type=device_type, max_ctas=max_ctas)
+        settled = replace(self, device_type=device_type)
+        if backend.takes_multiprocessors and self.max_ctas is None:
+            return settled.dividing(backend.multiprocessors(), grid)
+        return settled
+
+    def dividing(self, multiprocessors: int, grid: Grid) -> GridOptions:
+        """Return the options with a quarter of a device divided among the communicators of a grid."""
+        per_axis = (self.groups_per_axis or 2) + (self.timeout is not None)  # and one for what DTensor sends
+        each = ctas_that_fit(multiprocessors, per_axis, grid, self.others)
+        own = max(1, quarter_of(multiprocessors) - self.others * each)
+        return replace(self, max_ctas=each, thread_blocks=ThreadBlocks(each, per_axis * num_axes(grid), own))
 
 
 def checked_timeout(timeout: object) -> float | None:
@@ -145,20 +160,10 @@ def own_gemm(gemm: str, free_sms: int | None, leave: int) -> TorchGemm:
     return CarvedGemm(free_sms) if free_sms else TorchGemm()
 
 
-def ctas_that_fit(multiprocessors: int, groups_per_axis: int, grid: Grid) -> int:
-    """Thread blocks of each communicator, so that those of all that can be busy at once take a quarter of a device.
-
-    NCCL's kernels wait for their peers while they hold a multiprocessor.  Two ranks that run such kernels of different
-    communicators, and GEMMs beside them, on all of their multiprocessors would wait for each other for ever.
-    """
-    communicators = groups_per_axis * sum(size > 1 for size in grid.shape)
-    return max(1, multiprocessors // 4 // max(communicators, 1))
-
-
 def sms_to_leave(
     free_sms: int | None, backend: str | None, max_ctas: int | None, groups_per_axis: int, grid: Grid
 ) -> int:
-    """Multiprocessors that GEMMs leave to collectives: by default those that all of a grid's communicators can take.
+    """Multiprocessors that GEMMs leave to collectives: by default those that communicators along the axes can take.
 
     A thread block of NCCL takes one; `max_ctas` is the most that a communicator has, and each axis of several ranks has
     `groups_per_axis`.  0 where nothing says how many they are, and where collectives take none, as on gloo.
@@ -167,7 +172,7 @@ def sms_to_leave(
         return free_sms
     if not backend_named(backend).takes_multiprocessors or max_ctas is None:
         return 0
-    return max_ctas * groups_per_axis * sum(size > 1 for size in grid.shape)
+    return max_ctas * groups_per_axis * num_axes(grid)
 
 
 def _check_count(name: str, value: object, least: int) -> None:

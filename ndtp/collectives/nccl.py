@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
 from ndtp.collectives.buffer_ring import Allocate
 from ndtp.errors import GridError
@@ -28,6 +29,16 @@ def multiprocessors() -> int:
     return int(torch.cuda.get_device_properties(device()).multi_processor_count)
 
 
+def was_started() -> bool:
+    """Return whether this process has a communicator already, of the world or of any other group.
+
+    One is made at once with the world that was told its device, else with a group's first collective.
+    """
+    return _bound_device() is not None or any(
+        backend._is_initialized() for backend in map(_nccl_of, list(_world.pg_map)) if backend is not None
+    )
+
+
 @cache
 def keep_order() -> None:
     """Have NCCL execute operations of different communicators in the order in which they are issued.
@@ -36,7 +47,7 @@ def keep_order() -> None:
     torch.distributed has not been initialised.  Where NCCL cannot keep the order, it is said once.
     """
     version, cuda = torch.cuda.nccl.version(), torch.version.cuda or "0.0"  # type: ignore[no-untyped-call]
-    if ORDER not in os.environ and _bound_device() is not None:
+    if ORDER not in os.environ and was_started():
         why = f"NCCL was started before ndtp was imported, without {ORDER}=1"
     elif os.environ.setdefault(ORDER, "1") != "1":  # as the user wants it
         return
@@ -99,6 +110,13 @@ def registered_memory(groups: Iterable[dist.ProcessGroup]) -> Allocate:
             return torch.empty(num_bytes, dtype=torch.uint8, device=on)
 
     return allocate
+
+
+def _nccl_of(group: dist.ProcessGroup) -> Any:
+    """The part of a group that is NCCL's; None where it has none."""
+    gpu = torch.device("cuda")
+    backend = group._get_backend(gpu) if gpu in group._device_types else None
+    return backend if hasattr(backend, "_is_initialized") else None
 
 
 def _bound_device() -> torch.device | None:

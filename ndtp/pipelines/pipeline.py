@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from ndtp.algebra.pipeline_plan import AXIS, PipelinePlan
-from ndtp.collectives.backends import backends_by_device, device_type_of
+from ndtp.collectives.backends import backend_named, backends_by_device, device_type_of
 from ndtp.collectives.grid_options import GridOptions
 from ndtp.collectives.groups import default_timeout, shared_group
 from ndtp.collectives.labels import Label
@@ -33,6 +32,7 @@ class Pipeline(PipelinePlan):
     """
 
     _timeout: float | None = None  # of the grids of stages that there are
+    _asked = GridOptions(others=1)  # of the last of them
 
     def mesh(self, stage: int | None = None, **options: Any) -> ProcessGrid:
         """The process grid of a stage of this rank, made once; its ranks make theirs together.
@@ -49,7 +49,7 @@ class Pipeline(PipelinePlan):
             ranks = list(self.ranks_of[index])
             if len(ranks) == 1:
                 options.setdefault("device_type", device_type_of(backends_by_device()))
-            own = GridOptions.of(**options)
+            self._asked = own = GridOptions.of(others=1, **options)  # `group` is busy beside those of the grid
             self._meshes[index] = grid_over(self.grids[index], own, ranks if len(ranks) > 1 else None)
             self._timeout = self._meshes[index].groups.seconds
         return self._meshes[index]
@@ -90,9 +90,17 @@ class Pipeline(PipelinePlan):
             )
         everybody = len(self.all_ranks) == dist.get_world_size()
         seconds = self._timeout or default_timeout()
-        limit = {"timeout": timedelta(seconds=seconds)}
+        backends, asked = backends_by_device(), self._asked
+        kind = backend_named(backends.get(asked.device_type or device_type_of(backends)))
+        kind.prepare()
+        max_ctas = asked.max_ctas
+        if kind.takes_multiprocessors and max_ctas is None:  # what every stage leaves, the same on all ranks
+            sms = kind.multiprocessors()
+            max_ctas = min(asked.dividing(sms, grid).max_ctas or 1 for grid in self.grids)
+        options = (seconds, asked.high_priority, max_ctas)
+        arguments, of = partial(kind.group_arguments, *options), ("pipeline", *options)
         with self.watching("the pipeline's process group", "start-up", "making"):
-            return shared_group((self.all_ranks,), ("pipeline", seconds), not everybody, lambda: limit, timeout=seconds)
+            return shared_group((self.all_ranks,), of, not everybody, arguments, (AXIS,), timeout=seconds)
 
     def watching(self, what: str, phase: str, collective: str) -> Watch:
         """A collective of all ranks of the pipeline: its name for meters and errors, and in the record."""

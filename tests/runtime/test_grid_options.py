@@ -2,6 +2,7 @@
 
 import math
 import os
+from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -15,7 +16,8 @@ from ndtp import Grid, GridError, ProcessGrid
 from ndtp.collectives import backends, nccl
 from ndtp.collectives.axis_groups import AxisGroups
 from ndtp.collectives.collectives import Collectives
-from ndtp.collectives.grid_options import GridOptions, ctas_that_fit, sms_to_leave
+from ndtp.collectives.grid_options import GridOptions, sms_to_leave
+from ndtp.collectives.thread_blocks import ThreadBlocks, ctas_that_fit
 from ndtp.runtime import process_grid
 from ndtp.runtime.dry_grid import DryGrid
 
@@ -145,6 +147,21 @@ def test_where_nccl_cannot_keep_the_order_it_is_said_once(nccl_world, monkeypatc
     assert len(caught) == 1 and "fix: import ndtp before init_process_group" in str(caught[0].message)
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("is_started", [True, False])
+def test_a_communicator_that_a_collective_has_made_comes_too_early(nccl_world, monkeypatch, is_started):
+    """The world was told no device, and has a communicator since its first collective."""
+    asked = []
+    backend = SimpleNamespace(_is_initialized=lambda: asked.append(1) or is_started)
+    monkeypatch.setattr(dist.ProcessGroup, "_get_backend", lambda group, device: backend)
+    monkeypatch.setattr(dist.ProcessGroup, "_device_types", [torch.device("cuda")])
+    with pytest.warns(UserWarning, match="NCCL was started before ndtp") if is_started else nullcontext():
+        for _ in range(2):
+            nccl.keep_order()
+    assert len(asked) == 1, "it is said once"
+    assert (nccl.ORDER in os.environ) is not is_started
+
+
 def test_an_order_that_the_user_has_set_stays(nccl_world, monkeypatch):
     monkeypatch.setenv(nccl.ORDER, "0")
     nccl.keep_order()
@@ -153,12 +170,32 @@ def test_an_order_that_the_user_has_set_stays(nccl_world, monkeypatch):
 
 @pytest.mark.parametrize(
     ("grid", "groups", "ctas"),
-    [(Grid(z=2, x=2, y=2), 2, 5), (Grid(x=8), 2, 16), (Grid(x=1), 2, 33), (Grid(x=8), 1, 33)],
-)
+    [(Grid(z=2, x=2, y=2), 2, 3), (Grid(x=8), 2, 11), (Grid(x=1), 2, 33), (Grid(x=8), 1, 16), (Grid(dp=2, x=4), 2, 5),
+     (Grid(dp=2, cp=2, e=2, z=2, x=2, y=2), 2, 2)],
+)  # fmt: skip
 def test_all_communicators_together_take_a_quarter_of_a_device(grid, groups, ctas):
     """Of an H100's 132 multiprocessors; so that kernels which wait for peers never fill a device."""
     assert ctas_that_fit(132, groups, grid) == ctas
-    assert ctas * groups * sum(size > 1 for size in grid.shape) <= 33 and ctas_that_fit(4, groups, grid) == 1
+    axes = sum(size > 1 for size in grid.shape)
+    assert ctas * (groups * axes + min(axes, 3)) <= 33 and ctas_that_fit(4, groups, grid) == 1
+    assert ctas_that_fit(132, groups, grid, others=1) <= ctas, "beside the messages of a pipeline"
+
+
+def test_what_is_made_later_fits_however_much_there_is():
+    blocks = ThreadBlocks(each=3, first=6, quarter=33)
+    assert [blocks.of(number) for number in range(13)] == [3] * 6 + [3, 3, 3, 3, 1, 1, 1] and blocks.taken == 33
+    assert blocks.of(0) == 3 and blocks.taken == 33, "it is asked again"
+    with pytest.warns(UserWarning, match="14 communicators of a grid can take 34 multiprocessors .* 33") as caught:
+        assert [blocks.of(number) for number in (13, 14)] == [1, 1]
+    assert len(caught) == 1, "it is said once"
+
+
+@pytest.mark.parametrize("timeout", [None, 5.0])
+def test_a_grid_with_a_timeout_has_communicators_for_parameters_too(timeout):
+    options = GridOptions(timeout=timeout, others=1).dividing(132, Grid(z=2, x=2, y=2))
+    first = 6 if timeout is None else 9
+    assert options.thread_blocks.first == first
+    assert options.max_ctas * (first + 3 + 1) <= 33 and options.thread_blocks.quarter == 33 - options.max_ctas
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,17 @@
 """Collectives that wait for each other on full devices are found; at the default of `max_ctas` none of ndtp's do."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ndtp
 from ndtp import Grid, ProcessGrid
-from ndtp.collectives.grid_options import ctas_that_fit
+from ndtp.collectives import backends
+from ndtp.collectives.thread_blocks import ctas_that_fit
 from ndtp.testing import RecordedCuda, find_deadlock
 from ndtp.testing.cuda.multiprocessors import Operation
 
@@ -80,3 +84,72 @@ def test_as_many_thread_blocks_as_nccl_takes_by_itself_stand_still(programs):
     found = find_deadlock(programs, 132, 32)
     assert found is not None and "of 32)" in found
     assert find_deadlock(programs, 132, 32, in_order=True, seeds=range(1)) is None
+
+
+@dataclass(frozen=True)
+class Limited(backends.Backend):
+    """torch's fake groups, with the communicators of NCCL on a device of 132 multiprocessors."""
+
+    def multiprocessors(self):
+        return 132
+
+
+def limited_step(monkeypatch, grid, scheme, rank=0):
+    """The trace of a stock Llama's first step as one rank issues it, and the grid over which it ran."""
+    kind = Limited("fake", has_peers=False, takes_multiprocessors=True, groups_per_axis=2)
+    monkeypatch.setitem(backends.KNOWN, "fake", kind)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=grid.num_ranks)
+    try:
+        with RecordedCuda(record=True) as cuda:
+            mesh = ProcessGrid(grid, device_type="cpu")
+            config = transformers.LlamaConfig(
+                vocab_size=64, num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=8,
+                num_key_value_heads=4,
+            )  # fmt: skip
+            model = ndtp.parallelize(transformers.LlamaForCausalLM(config), mesh, scheme=scheme)
+            ids = torch.randint(64, (16, 32))
+            model(input_ids=ids, labels=ids).loss.backward()
+            ndtp.nn.clip_grad_norm_(model.parameters(), 1.0)
+        return cuda.trace, mesh
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("grid", "scheme"),
+    [(Grid(x=8), "1d-sp"), (Grid(dp=2, x=2, y=2), "2d"), (CUBE, "3d"), (Grid(dp=2, z=2, x=2, y=2), "3d"),
+     (Grid(dp=2, cp=2, x=2), "1d-sp"), (Grid(dp=2, cp=2, z=2, x=2, y=2), "3d"),
+     (Grid(dp=2, cp=2, e=2, z=2, x=2, y=2), "3d")],
+    ids=str,
+)  # fmt: skip
+def test_a_stock_model_s_communicators_take_a_quarter_of_a_device(monkeypatch, grid, scheme):
+    """Those over several axes are made by the step; all that it uses are counted, on whatever axes."""
+    trace, mesh = limited_step(monkeypatch, grid, scheme)
+    used = {each.lane for each in trace if each.members is not None and len(each.members) > 1}
+    blocks = mesh.options.thread_blocks
+    assert len(used) <= len(blocks.by_communicator) and blocks.taken <= 33
+    assert len(used) > sum(size > 1 for size in grid.shape)
+    assert all(blocks.by_communicator[each] <= mesh.options.max_ctas for each in blocks.by_communicator)
+
+
+def test_a_step_of_a_stock_model_never_stands_still_at_the_default(monkeypatch):
+    steps = [limited_step(monkeypatch, CUBE, "3d", rank) for rank in range(8)]
+    programs, meshes = zip(*steps, strict=True)
+    assert len({mesh.options.max_ctas for mesh in meshes}) == 1
+    assert find_deadlock(programs, 132, meshes[0].options.max_ctas, seeds=range(2)) is None
+    assert find_deadlock(programs, 132, 48) is not None, "more than fits stands still"
+
+
+def test_a_refined_grid_shares_the_quarter(monkeypatch):
+    monkeypatch.setitem(
+        backends.KNOWN, "fake", Limited("fake", has_peers=False, takes_multiprocessors=True, groups_per_axis=2)
+    )
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    try:
+        mesh = ProcessGrid(Grid(x=8), device_type="cpu")
+        blocks = mesh.options.thread_blocks
+        assert (len(blocks.by_communicator), blocks.each) == (2, 11)
+        mesh.refine(x=(2, 4))
+        assert list(blocks.by_communicator.values()) == [11, 11, 5, 3, 1, 1] and blocks.taken <= 33
+    finally:
+        dist.destroy_process_group()
