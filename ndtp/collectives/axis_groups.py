@@ -148,7 +148,10 @@ class AxisGroups:
         # Where all ranks of the world make all groups along the axes, it is all that are waited for.
         waited_for = sorted(self.global_ranks) if len(groups) > 1 else self.members(axes)
         with Watch(self.describe, label, waited_for):
-            return shared_group(tuple(groups), options, alone, arguments, axes, keep=not is_own, timeout=seconds)
+            return shared_group(
+                tuple(groups), options, alone, arguments, axes, keep=not is_own, timeout=seconds,
+                split=not alone and kind.can_split(),
+            )  # fmt: skip
 
     @property
     def seconds(self) -> float:

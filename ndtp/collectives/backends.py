@@ -49,6 +49,10 @@ class Backend:
         """Return whether some ranks can make a group while others do not take part."""
         return True
 
+    def can_split(self) -> bool:
+        """Return whether one call makes the groups of all ranks along an axis, out of the world's."""
+        return False
+
     def group_arguments(self, seconds: float, high_priority: bool, max_ctas: int | None) -> dict[str, Any]:
         """The arguments of `dist.new_group` for a group whose waits fail after some seconds."""
         return {"timeout": timedelta(seconds=seconds)}
@@ -68,6 +72,9 @@ class _Nccl(Backend):
 
     def can_group_alone(self) -> bool:
         return nccl.can_group_alone()
+
+    def can_split(self) -> bool:
+        return nccl.can_split()
 
     def group_arguments(self, seconds: float, high_priority: bool, max_ctas: int | None) -> dict[str, Any]:
         return nccl.group_arguments(seconds, high_priority, max_ctas)

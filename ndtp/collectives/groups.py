@@ -67,6 +67,7 @@ def shared_group(
     axes: Sequence[str] = (),
     keep: bool = True,
     timeout: float | None = None,
+    split: bool = False,
 ) -> ProcessGroup:
     """The group that has this rank among those of `partition`, made unless it is there.
 
@@ -79,13 +80,14 @@ def shared_group(
         axes: of the grid for which it is made first, for torch's watchdog and flight recorder to name.
         keep: as long as the world lives; else its grid may `end` it.
         timeout: seconds that the ranks may take to come together, five at least.  Default: that of grids.
+        split: take the world apart into all of `partition` by one call, where its backend can.
     """
     seconds = max(default_timeout() if timeout is None else timeout, _START_UP_S)
     key = (tuple(map(tuple, partition)), options, alone)
     _end_what_is_due()
     group = _GROUPS.get(key)
     if group is None or not _is_registered(group):
-        here, make = presence(), partial(_shared_group, key, arguments, axes, keep, seconds)
+        here, make = presence(), partial(_shared_group, key, arguments, axes, keep, seconds, split)
         group = make() if here is None or not backend_of().runs_in_host else _breakable(make, here, seconds)
     return group
 
@@ -128,22 +130,29 @@ def _shared_group(
     axes: Sequence[str],
     keep: bool,
     seconds: float,
+    split: bool,
 ) -> ProcessGroup:
     partition, _, alone = key
     description = "_".join(("ndtp", *axes, str(len(partition[0])), "ranks"))
-    naming: AbstractContextManager[None] = nullcontext()
-    if alone and (world := dist.group.WORLD) is not None:
-        asked = _ALONE.setdefault(world, Counter())
-        asked[partition[0]] += 1
-        _know_as_many(partition[0], asked[partition[0]], seconds)
-        naming = _named_by(asked[partition[0]])
-    with naming:
-        made = [
-            dist.new_group(list(ranks), use_local_synchronization=alone, group_desc=description, **arguments())
-            for ranks in partition
-        ]
     mine = next(i for i, ranks in enumerate(partition) if dist.get_rank() in ranks)
-    group = _GROUPS[key] = made[mine]
+    naming: AbstractContextManager[None] = nullcontext()
+    if (alone or split) and (world := dist.group.WORLD) is not None:  # which torch names by ranks, and by their number
+        asked = _ALONE.setdefault(world, Counter())
+        asked[partition[mine]] += 1
+        _know_as_many(partition[mine], asked[partition[mine]], seconds)
+        naming = _named_by(asked[partition[mine]])
+    with naming:
+        if split:
+            given = {name: value for name, value in arguments().items() if name != "device_id"}  # that of the world
+            group: Any = dist.split_group(
+                split_ranks=[list(ranks) for ranks in partition], group_desc=description, **given
+            )
+        else:
+            group = [
+                dist.new_group(list(ranks), use_local_synchronization=alone, group_desc=description, **arguments())
+                for ranks in partition
+            ][mine]
+    _GROUPS[key] = group
     if not keep:
         _meet(group, seconds)
     elif (world := dist.group.WORLD) is not None:

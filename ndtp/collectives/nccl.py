@@ -85,6 +85,13 @@ def can_group_alone() -> bool:
     return _bound_device() is None
 
 
+def can_split() -> bool:
+    """Return whether the world's communicator is there and can be taken apart along an axis, in one call."""
+    if _bound_device() is None or set(dist.get_backend_config().split(",")) != {"cuda:nccl"}:
+        return False  # gloo beside it could not be split with torch 2.11
+    return bool(dist.group.WORLD._get_backend(device()).supports_splitting)  # type: ignore[union-attr]
+
+
 def registered_memory(groups: Iterable[dist.ProcessGroup]) -> Allocate:
     """Memory from `ncclMemAlloc` that is registered with all of these groups, for NCCL to send from without a copy.
 

@@ -2,6 +2,8 @@
 
 import math
 import os
+import subprocess
+import sys
 from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
@@ -11,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.constants import default_pg_timeout
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ndtp import Grid, GridError, ProcessGrid
-from ndtp.collectives import backends, nccl
+from ndtp.collectives import backends, groups, nccl
 from ndtp.collectives.axis_groups import AxisGroups
 from ndtp.collectives.collectives import Collectives
 from ndtp.collectives.grid_options import GridOptions, sms_to_leave
@@ -232,3 +235,74 @@ def test_the_grid_tells_its_gemms(monkeypatch):
     mesh = ProcessGrid(Grid(x=1), gemm="kernels", max_ctas=4)
     assert mesh.gemm.options.sms_to_leave == 12
     assert asked == [(None, None, 4, mesh.groups_per_axis, mesh.grid)]
+
+
+def test_one_split_makes_the_groups_of_all_ranks_along_an_axis(monkeypatch):
+    """Of 64 ranks: 6 calls, where groups by their ranks take 96; each with the axis in its name and the options."""
+    split, made = [], []
+
+    def split_group(split_ranks, group_desc, timeout):
+        split.append((group_desc, timeout))
+        assert sorted(rank for ranks in split_ranks for rank in ranks) == list(range(64))
+        mine = next(ranks for ranks in split_ranks if 0 in ranks)
+        return new_group(mine, group_desc=group_desc, use_local_synchronization=True)
+
+    def new_group(*ranks, **options):
+        made.append(options["group_desc"])
+        return real(*ranks, **options)
+
+    class Splitting(backends.Backend):
+        def can_split(self):
+            return True
+
+    real = dist.new_group
+    # A world with peers, of which this process is the only one: all ranks would make all groups along an axis.
+    kind = Splitting("fake", groups_per_axis=2)
+    monkeypatch.setitem(backends.KNOWN, "fake", kind)
+    monkeypatch.setattr(groups, "_know_as_many", lambda *_: None)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "split_group", split_group)
+    options = GridOptions(device_type="cpu")
+    for can_split, calls in ((True, 6), (False, 96)):
+        monkeypatch.setattr(Splitting, "can_split", lambda _, can=can_split: can)
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=64)
+        try:
+            made.clear()
+            along = AxisGroups(Grid(z=4, x=4, y=4), list(range(64)), options, "fake")
+            held = [along.group((axis,), way) for way in ("gather", "scatter") for axis in "zxy"]
+            assert len(made) == calls and len(split) == 6
+            assert [group.group_desc for group in held] == [f"ndtp_{axis}_4_ranks" for axis in "zxyzxy"]
+            assert all(group.size() == 4 for group in held)
+        finally:
+            dist.destroy_process_group()
+    assert all(timeout == timedelta(seconds=120) for _, timeout in split)
+    assert along.kind is kind
+
+
+@pytest.mark.parametrize(
+    ("bound", "config", "able", "splits"),
+    [(True, "cuda:nccl", True, True), (False, "cuda:nccl", True, False), (True, "cpu:gloo,cuda:nccl", True, False),
+     (True, "cuda:nccl", False, False)],
+)  # fmt: skip
+def test_nccl_splits_a_world_that_was_told_its_device(nccl_world, monkeypatch, bound, config, able, splits):
+    monkeypatch.setattr(nccl, "_bound_device", lambda: torch.device("cuda", 3) if bound else None)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: config)
+    backend = SimpleNamespace(supports_splitting=able)
+    monkeypatch.setattr(dist.ProcessGroup, "_get_backend", lambda group, device: backend)
+    assert backends.NCCL.can_split() is splits
+    assert not backends.GLOO.can_split()
+
+
+def test_the_name_of_a_group_has_its_axes(nccl_world):
+    along = AxisGroups(Grid(z=1, x=1), [0], GridOptions(device_type="cuda"), "nccl")
+    held = [along.group(("x",)), along.group(("z", "x"), "scatter")]
+    assert [group.group_desc for group in held] == ["ndtp_x_1_ranks", "ndtp_z_x_1_ranks"]
+
+
+def test_graphs_keep_the_priorities_of_streams():
+    """The variable is set when ndtp is imported, unless the user has set it."""
+    show = "import os, ndtp; print(os.environ['CUDA_GRAPHS_USE_NODE_PRIORITY'])"
+    for given, expected in (({}, "1"), ({"CUDA_GRAPHS_USE_NODE_PRIORITY": "0"}, "0")):
+        kept = {name: value for name, value in os.environ.items() if name != "CUDA_GRAPHS_USE_NODE_PRIORITY"}
+        ran = subprocess.run([sys.executable, "-c", show], env=kept | given, capture_output=True, text=True, check=True)
+        assert ran.stdout.strip() == expected
