@@ -6,7 +6,9 @@ Communication then costs time and no processor, so that overlap can be measured 
 rank gets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME, as under torchrun; rank 0 may
 print.  The link's own counters, /sys/class/net/eth0/statistics, are an independent check of `CommMeter`.
 
-Needs root and iproute2 (`ip`, `tc`), and says so where they are missing.
+`--congestion bbr` has TCP pace what it sends, as hosts do whose default it is; default: reno, which does not.
+
+Needs root, iproute2 (`ip`, `tc`) and the congestion control that is asked for, and says so where they are missing.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 SUBNET = "10.77.0"
 PORT = 29517
@@ -30,14 +33,16 @@ KEEP_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": str(2**34),
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
-# How TCP of the ranks behaves.  Reno sends what its window lets it.  bbr, which some hosts take by default, paces every
-# connection by a rate that it probes for: exchanges of 0.1 to 0.3 s among eight ranks took 1.2 to 1.4 times as long as
-# their bytes, not 1.05 to 1.15, and now and then an all-reduce stood still for 40 ms.  What a connection has learnt
-# of its link is not forgotten while a rank multiplies.  And tbf has one queue for all connections, where network cards
-# have many: each puts no more than 128 KiB into it at a time, or a gather over four ranks takes half as long again on
-# that rank of them whose bytes are queued behind all others'.
+# Reno sends what its window lets it.  bbr, which some hosts take by default, paces every connection by a rate that it
+# probes for: exchanges of 0.1 to 0.3 s among eight ranks took 1.2 to 1.4 times as long as their bytes, not 1.05 to
+# 1.15, and now and then an all-reduce stood still for 40 ms.
+CONGESTION = ("reno", "bbr")
+AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
+# How else TCP of the ranks behaves.  What a connection has learnt of its link is not forgotten while a rank multiplies.
+# And tbf has one queue for all connections, where network cards have many: each puts no more than 128 KiB into it at a
+# time, or a gather over four ranks takes half as long again on that rank of them whose bytes are queued behind all
+# others'.
 SOCKETS = (
-    "net.ipv4.tcp_congestion_control=reno",
     "net.ipv4.tcp_slow_start_after_idle=0",
     "net.ipv4.tcp_limit_output_bytes=131072",
 )
@@ -47,18 +52,20 @@ def run(*command: str, check: bool = True) -> str:
     return subprocess.run(command, check=check, capture_output=True, text=True).stdout
 
 
-def requirements() -> str | None:
+def requirements(congestion: str = "reno") -> str | None:
     """What is missing, in words; None if nothing is."""
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         return f"{' and '.join(missing)} not found: install iproute2"
     if os.geteuid() != 0:
         return "network namespaces need root"
+    if congestion not in AVAILABLE.read_text().split():
+        return f"this kernel has no {congestion}: modprobe tcp_{congestion}"
     return None
 
 
 @contextlib.contextmanager
-def cluster(ranks: int, rate: str, burst: str = "256kb") -> Iterator[list[str]]:
+def cluster(ranks: int, rate: str, burst: str = "256kb", congestion: str = "reno") -> Iterator[list[str]]:
     """Namespaces joined by a bridge, each link limited to `rate` (tc's 500mbit, or "none") in both directions.
 
     A link that was idle sends `burst` at once; it must hold a packet of 64 KB before it is segmented.
@@ -77,6 +84,7 @@ def cluster(ranks: int, rate: str, burst: str = "256kb") -> Iterator[list[str]]:
             run(*inside, "ip", "addr", "add", f"{SUBNET}.{i + 1}/24", "dev", "eth0")
             run(*inside, "ip", "link", "set", "eth0", "up")
             run(*inside, "ip", "link", "set", "lo", "up")
+            run(*inside, "sysctl", "-q", "-w", f"net.ipv4.tcp_congestion_control={congestion}")
             run(*inside, "sysctl", "-q", "-w", *SOCKETS, check=False)
             if rate != "none":
                 shape = ("root", "tbf", "rate", rate, "burst", burst, "latency", "200ms")
@@ -138,16 +146,17 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--rate", default="500mbit", help="of tc, such as 500mbit or 10gbit; none: unlimited")
     parser.add_argument("--burst", default="256kb", help="what an idle link sends at once")
+    parser.add_argument("--congestion", choices=CONGESTION, default="reno", help="control of TCP; bbr paces")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="after --: what every rank runs")
     arguments = parser.parse_args()
     command = [word for word in arguments.command if word != "--"]
     if not command:
         parser.error("give a command after --")
-    if (missing := requirements()) is not None:
+    if (missing := requirements(arguments.congestion)) is not None:
         sys.exit(f"slow_network: {missing}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave through the clean-up
-    with cluster(arguments.ranks, arguments.rate, arguments.burst) as names:
+    with cluster(arguments.ranks, arguments.rate, arguments.burst, arguments.congestion) as names:
         sys.exit(launch(names, command, arguments.timeout))
 
 
