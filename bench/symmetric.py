@@ -4,11 +4,8 @@
 
 Peers are buffers of the same device.  On a GPU each rank has a stream for its products and one for its copies, signals
 are kernels, and the ranks share the multiprocessors.  A gather and a product of what it brings, and a product and a
-scatter of what it gives, each in three ways:
-
-    in turn     all of the one, then all of the other
-    by parts    a product per part, as it arrives
-    one kernel  that polls the flags of parts, or counts its tiles for the copies (`ndtp_kernels.parts`)
+scatter of what it gives, all of the one and then all of the other ("in turn"); the gather also with a product per part,
+as it arrives ("by parts").
 
 The bytes cross no link: times say whether the order works, not what a network does.  On a CPU the same exchanges run in
 one thread, "by parts" alone, and nothing is measured: a check that every number is right.  Exit status 1 where not.
@@ -103,44 +100,26 @@ def on_host(work: Ranks) -> dict[str, Callable[[str], None]]:
 
 
 def on_device(work: Ranks) -> dict[str, Callable[[str], None]]:
-    from ndtp_kernels import parts
-
     from ndtp.collectives.symmetric.device import DeviceEngine, LocalWindow
 
     device = work.shards.device
     engines = [DeviceEngine(window) for window in LocalWindow.of_all(work.ranks, work.slot_bytes, device)]
     streams = [torch.cuda.Stream() for _ in engines]
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
-    programs = sms // work.ranks - parts.SIGNALS  # all ranks' products are there at once, beside all signals
-    tiles = parts.tiles_of_part(work.whole[0], work.b[0], work.ranks)
 
     def run(kind: str, way: str) -> None:
         here = torch.cuda.current_stream()
-        counts = torch.zeros(work.ranks, work.ranks, dtype=torch.int32, device=device)
         under_way = []
         for rank, stream in enumerate(streams):
             stream.wait_stream(here)
             with torch.cuda.stream(stream):
-                if kind == "scatter" and way != "one kernel":
+                if kind == "scatter":
                     torch.mm(work.whole[rank], work.b[rank], out=work.partial[rank])
-                ready = None
-                if kind == "scatter" and way == "one kernel":
-                    ready = _counted(parts.wait_for, counts[rank], tiles)
-                under_way.append(engines[rank].stage(*work.operands(kind, rank), await_part=ready))
-            if ready is not None:
-                with torch.cuda.stream(stream):
-                    parts.gemm_of_departures(
-                        work.whole[rank], work.b[rank], counts[rank], rank, out=work.partial[rank], programs=programs
-                    )
+                under_way.append(engines[rank].stage(*work.operands(kind, rank)))
         for engine, exchange in zip(engines, under_way, strict=True):
             engine.pull(exchange)
         for rank, (stream, exchange) in enumerate(zip(streams, under_way, strict=True)):
             with torch.cuda.stream(stream):
-                if kind == "gather" and way == "one kernel":
-                    parts.gemm_of_arrivals(
-                        work.gathered[rank], work.b[rank], exchange.flags, rank, out=work.c[rank], programs=programs
-                    )
-                elif kind == "gather" and way == "by parts":
+                if kind == "gather" and way == "by parts":
                     for part in exchange.parts():
                         rows = slice(part * work.rows, (part + 1) * work.rows)
                         torch.mm(work.gathered[rank, rows], work.b[rank], out=work.c[rank, rows])
@@ -149,11 +128,7 @@ def on_device(work: Ranks) -> dict[str, Callable[[str], None]]:
                     torch.mm(work.gathered[rank], work.b[rank], out=work.c[rank])
             here.wait_stream(stream)
 
-    return {way: lambda kind, way=way: run(kind, way) for way in ("in turn", "by parts", "one kernel")}
-
-
-def _counted(wait_for: Callable[[Tensor, int], None], counts: Tensor, tiles: int) -> Callable[[int], None]:
-    return lambda peer: wait_for(counts[peer], tiles)
+    return {way: lambda kind, way=way: run(kind, way) for way in ("in turn", "by parts")}
 
 
 def milliseconds(action: Callable[[], None], repetitions: int) -> float:

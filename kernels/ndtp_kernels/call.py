@@ -27,7 +27,6 @@ class GemmCall:
     bias: Tensor | None = None
     activation: str = "none"
     accumulate: bool = False
-    precision: str = "ieee"
     sms_to_leave: int = 0
     made: list[Tensor] = field(default_factory=list)  # scratch of its launches
 
@@ -59,10 +58,6 @@ class GemmCall:
         joins = self.batch_levels > 0 or self.view_c.blocked > 0  # else the bias is in the library's own epilogue
         return (self.activation != "none") + (self.bias is not None and joins)
 
-    def _stored_as_one_matrix(self) -> bool:
-        c = self.view_c
-        return not self.batch_levels and not c.blocked and c.stride_col == 1 and describable(c, self.c, self.pre)
-
     def problem(self) -> Problem:
         """Return the facts that the choice of a configuration may depend on."""
         a, b, c = self.view_a, self.view_b, self.view_c
@@ -82,15 +77,14 @@ class GemmCall:
             m=a.rows,
             n=b.cols,
             k=a.cols,
-            dtype="tf32" if dtype == "float32" and self.precision == "tf32" else dtype,
+            dtype=dtype,
             batch=self.batch,
             out_bytes=self.c.element_size(),
             kind=kind,
             layout=("n" if a.row_major else "t") + ("n" if b.row_major else "t"),
             tma=self.batch_levels <= 1 and describable(a, self.a) and describable(b, self.b),
-            tma_out=self._stored_as_one_matrix(),
             blocks=(
-                math.gcd(*(v.block for v in (a, c) if v.blocked == 1)),
+                a.block * (a.blocked == 1),
                 math.gcd(b.block * (b.blocked == 2), c.block * (c.blocked == 2)),
                 math.gcd(a.block * (a.blocked == 2), b.block * (b.blocked == 1)),
             ),

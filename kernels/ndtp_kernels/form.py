@@ -14,14 +14,15 @@ from ndtp_kernels.reference import ACTIVATIONS
 
 
 class Form(NamedTuple):
-    """The places of a product's letters: transposes, and blocks ("m", "k"; "k", "n"; "m", "n") of A, B and C."""
+    """The places of a product's letters: transposes, and blocks ("m", "k"; "k", "n") of A and B, and
+    the number of blocks of columns as which C is written.
+    """
 
     transpose_a: bool = False
     transpose_b: bool = False
     a_blocks: str | None = None
     b_blocks: str | None = None
-    c_blocks: str | None = None
-    num_c_blocks: int = 1
+    c_blocks: int = 1
 
 
 class Product(NamedTuple):
@@ -72,9 +73,7 @@ def read(op: str, a: Tensor, b: Tensor, form: Form, activation: str) -> Read:
             "operands that agree on k, or the other transpose",
         )
     batch = batch_shape(op, A=view_a, B=view_b)
-    return Read(
-        view_a, view_b, batch, shape_of(batch, view_a.rows, view_b.cols, form.c_blocks, form.num_c_blocks, op=op)
-    )
+    return Read(view_a, view_b, batch, shape_of(batch, view_a.rows, view_b.cols, form.c_blocks, op=op))
 
 
 def check_activation(op: str, activation: str) -> None:

@@ -36,7 +36,6 @@ def grouped_gemm(
     *,
     transpose_b: bool = False,
     sizes: Sequence[int] | None = None,
-    out_dtype: torch.dtype | None = None,
     options: Options = NO_OPTIONS,
 ) -> Tensor:
     """C[rows of e] = A[rows of e] . B[e] for each expert e, fp32 inside; no autograd.
@@ -62,7 +61,7 @@ def grouped_gemm(
             f"A [rows, K], B [experts, {'N, K' if transpose_b else 'K, N'}], an offset more than experts",
         )  # fmt: skip
     check_gradients(op, a, b)
-    c = a.new_empty((a.shape[0], view.cols), dtype=out_dtype)
+    c = a.new_empty((a.shape[0], view.cols))
     chip = triton_chip(op, a, options.backend) if c.numel() and a.shape[1] else None
     with tracing.record("grouped", a.shape[0], view.cols, view.rows, (), a, c.dtype):
         if chip is not None and _ran(op, GroupedCall(a, b, c, offsets, False, transpose_b, options), chip):
@@ -76,7 +75,6 @@ def grouped_wgrad(
     offsets: Tensor,
     *,
     sizes: Sequence[int] | None = None,
-    out_dtype: torch.dtype | None = None,
     options: Options = NO_OPTIONS,
 ) -> Tensor:
     """C[e] = A[rows of e]^T . B[rows of e] for each expert, zeros where it has no rows: a weight's gradient.
@@ -92,7 +90,7 @@ def grouped_wgrad(
     _check(op, a, b, offsets, options)
     if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[0]:
         raise KernelError(op, f"A {tuple(a.shape)}, B {tuple(b.shape)}", "A [rows, M], B [rows, N]")
-    c = a.new_empty((offsets.numel() - 1, a.shape[1], b.shape[1]), dtype=out_dtype)
+    c = a.new_empty((offsets.numel() - 1, a.shape[1], b.shape[1]))
     chip = triton_chip(op, a, options.backend) if c.numel() and a.shape[0] else None
     with tracing.record("grouped", a.shape[1], b.shape[1], a.shape[0], (), a, c.dtype):
         if chip is not None and _ran(op, GroupedCall(a, b, c, offsets, True, False, options), chip):
@@ -121,30 +119,23 @@ def library_takes(a: Tensor, b: Tensor) -> bool:
 
 
 def _rows_by_torch(a: Tensor, b: Tensor, c: Tensor, offsets: Tensor, sizes: Sequence[int] | None) -> Tensor:
-    if c.dtype == a.dtype and library_takes(a, b):
+    if library_takes(a, b):
         return torch._grouped_mm(a, b, offs=offsets[1:])
     each = _sizes(offsets, sizes)
     for rows, one, out in zip(a.split(each), b.unbind(), c.split(each), strict=True):
         if rows.shape[0]:
-            _product(rows, one, out)
+            torch.mm(rows, one, out=out)
     return c
 
 
 def _outer_by_torch(a: Tensor, b: Tensor, c: Tensor, offsets: Tensor, sizes: Sequence[int] | None) -> Tensor:
-    if c.dtype == a.dtype and library_takes(a, b):
+    if library_takes(a, b):
         c = torch._grouped_mm(a.mT, b, offs=offsets[1:])
         return c.masked_fill_((offsets[1:] == offsets[:-1])[:, None, None], 0)  # nobody promises what is there
     each = _sizes(offsets, sizes)
     for left, right, out in zip(a.split(each), b.split(each), c.unbind(), strict=True):
-        _product(left.mT, right, out)
+        torch.mm(left.mT, right, out=out)
     return c
-
-
-def _product(left: Tensor, right: Tensor, out: Tensor) -> None:
-    if out.dtype == left.dtype:
-        torch.mm(left, right, out=out)
-    else:  # not rounded to the operands' dtype first
-        out.copy_(left.float() @ right.float())
 
 
 def _sizes(offsets: Tensor, sizes: Sequence[int] | None) -> list[int]:
@@ -185,13 +176,13 @@ class GroupedCall:
         a, b, options = self.view_a, self.view_b, self.options
         dtype = str(self.a.dtype).removeprefix("torch.")
         m, k = (a.rows, -(-a.cols // self.experts)) if self.outer else (-(-a.rows // self.experts), a.cols)
-        in_one = library_takes(self.a, self.b) and self.c.dtype == self.a.dtype
+        in_one = library_takes(self.a, self.b)
         return Problem(
-            m=m, n=b.cols, k=k, dtype="tf32" if dtype == "float32" and options.precision == "tf32" else dtype,
+            m=m, n=b.cols, k=k, dtype=dtype,
             batch=self.experts, out_bytes=self.c.element_size(),
             kind="grouped_wgrad" if self.outer else "grouped_dgrad" if b.row_major else "grouped",
             layout=("n" if a.row_major else "t") + ("n" if b.row_major else "t"),
-            tma=describable(a, self.a) and describable(b, self.b), tma_out=False,
+            tma=describable(a, self.a) and describable(b, self.b),
             torch_launches=1 if in_one else self.experts, sms_to_leave=options.sms_to_leave,
         )  # fmt: skip
 
@@ -243,7 +234,7 @@ class GroupedCall:
         shared = dict(
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
             TMA=config.kernel == "tma", A_ROW_MAJOR=self.view_a.row_major, B_ROW_MAJOR=self.view_b.row_major,
-            PRECISION=options.precision, UPCAST=emulate and self.a.dtype == torch.bfloat16, SUBTILE=config.subtile,
+            UPCAST=emulate and self.a.dtype == torch.bfloat16, SUBTILE=config.subtile,
         )  # fmt: skip
         # Programs of a TMA kernel stay on their SM; who leaves SMs to collectives has as many programs less.
         grid = tiles

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, dtype
+from torch import Tensor
 
 from ndtp_kernels import products, reductions
 from ndtp_kernels.checks import check_gradients
@@ -26,11 +26,9 @@ def gemm(
     activation: str = "none",
     a_blocks: str | None = None,
     b_blocks: str | None = None,
-    c_blocks: str | None = None,
-    num_c_blocks: int = 1,
+    c_blocks: int = 1,
     out: Tensor | None = None,
     accumulate: bool = False,
-    out_dtype: dtype | None = None,
     return_preactivation: bool = False,
     options: Options = NO_OPTIONS,
 ) -> Any:
@@ -39,18 +37,20 @@ def gemm(
     a         [.., M, K]     or [p, .., M, K/p] with a_blocks="k", [p, .., M/p, K] with a_blocks="m"
     b         [.., K, N]     or [p, .., K/p, N] with b_blocks="k", [p, .., K, N/p] with b_blocks="n"
     bias      [N]
-    returns   [.., M, N]     or [p, .., M/p, N] with c_blocks="m", [p, .., M, N/p] with c_blocks="n" (p = num_c_blocks)
+    returns   [.., M, N]     or, where `c_blocks` is p > 1, p blocks of columns [p, .., M, N/p]
 
     `transpose_a`, `transpose_b`: the last two dims of that operand are swapped in memory.  Leading dims broadcast.
-    `accumulate` adds to `out`.  With `return_preactivation` the result is a `Product`: c, and pre = A . B + bias.
+    `out` may be of another dtype, which the result has then; `accumulate` adds to it.
+
+    With `return_preactivation` the result is a `Product`: c, and pre = A . B + bias.
 
     Raises:
         KernelError: operands that do not fit together; the message names them and what would work.
     """
     check_gradients("gemm", a, b, bias)
     done = products.gemm(
-        "gemm", a, b, form=Form(transpose_a, transpose_b, a_blocks, b_blocks, c_blocks, num_c_blocks), bias=bias,
-        activation=activation, keep_pre=return_preactivation, out=out, accumulate=accumulate, out_dtype=out_dtype,
+        "gemm", a, b, form=Form(transpose_a, transpose_b, a_blocks, b_blocks, c_blocks), bias=bias,
+        activation=activation, keep_pre=return_preactivation, out=out, accumulate=accumulate,
         options=options,
     )  # fmt: skip
     return done if return_preactivation else done.c
@@ -66,9 +66,7 @@ def backward_gemm(
     transpose_b: bool = False,
     a_blocks: str | None = None,
     b_blocks: str | None = None,
-    c_blocks: str | None = None,
-    num_c_blocks: int = 1,
-    out_dtype: dtype | None = None,
+    c_blocks: int = 1,
     options: Options = NO_OPTIONS,
 ) -> Tensor:
     """The second product's dgrad with the first one's activation gradient in its epilogue: (A . B) * act'(pre).
@@ -80,8 +78,8 @@ def backward_gemm(
     """
     check_gradients("backward_gemm", a, b, pre)
     return products.backward_gemm(
-        "backward_gemm", a, b, pre, form=Form(transpose_a, transpose_b, a_blocks, b_blocks, c_blocks, num_c_blocks),
-        activation=activation, out_dtype=out_dtype, options=options,
+        "backward_gemm", a, b, pre, form=Form(transpose_a, transpose_b, a_blocks, b_blocks, c_blocks),
+        activation=activation, options=options,
     ).c  # fmt: skip
 
 
@@ -92,7 +90,6 @@ def reduce_blocks(
     activation: str = "none",
     pairs: bool = False,
     out: Tensor | None = None,
-    out_dtype: dtype | None = None,
     return_preactivation: bool = False,
     backend: str = "auto",
 ) -> Any:
@@ -106,7 +103,7 @@ def reduce_blocks(
     check_gradients("reduce_blocks", x, bias)
     done = reductions.reduce(
         "reduce_blocks", x, bias=bias, activation=activation, pairs=pairs, keep_pre=return_preactivation, out=out,
-        out_dtype=out_dtype, backend=backend,
+        backend=backend,
     )  # fmt: skip
     return done if return_preactivation else done.c
 
@@ -118,7 +115,6 @@ def reduce_blocks_backward(
     activation: str,
     pairs: bool = False,
     out: Tensor | None = None,
-    out_dtype: dtype | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Finish dgrad after its scatter: (sum of blocks) * act'(pre), in one pass.
@@ -130,6 +126,5 @@ def reduce_blocks_backward(
     """
     check_gradients("reduce_blocks_backward", x, pre)
     return reductions.reduce_backward(
-        "reduce_blocks_backward", x, pre, activation=activation, pairs=pairs, out=out, out_dtype=out_dtype,
-        backend=backend,
+        "reduce_blocks_backward", x, pre, activation=activation, pairs=pairs, out=out, backend=backend,
     ).c  # fmt: skip

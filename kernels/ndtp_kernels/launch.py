@@ -132,33 +132,7 @@ def share_out(tiles: int, config: Config, chip: Chip, sms_to_leave: int) -> Shar
     return Shares(residents + tiles - kept, residents, kept)
 
 
-def _gluon(call: GemmCall, config: Config, chip: Chip) -> Launch:
-    a, b, c = call.view_a, call.view_b, call.view_c
-    m, n = a.rows, b.cols
-    options: dict[str, Any] = {"num_warps": config.num_warps}
-    if chip.target == "sm_90":
-        from ndtp_kernels.triton_code.hopper import hopper_kernel as kernel
-    else:
-        from ndtp_kernels.triton_code.blackwell import blackwell_kernel as kernel
-
-        options["maxnreg"] = 128  # of eight warps, two of which have work beside the four that store
-    shared = share_out(-(-m // config.block_m) * -(-n // config.block_n), config, chip, call.sms_to_leave)
-    arguments: dict[str, Any] = dict(
-        A=call.a, B=call.b, C=call.c, pre=call.pre, bias=call.bias, M=m, N=n, K=a.cols,
-        sa=a.stride_row if a.row_major else a.stride_col, sb=b.stride_row if b.row_major else b.stride_col,
-        sc=c.stride_row, residents=shared.residents, kept=shared.kept,
-    )  # fmt: skip
-    constants: dict[str, Any] = dict(
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
-        STAGES=config.num_stages, SUBTILE=config.subtile, A_ROW_MAJOR=a.row_major, B_ROW_MAJOR=b.row_major,
-        ACT=call.activation,
-    )  # fmt: skip
-    return Launch(kernel, arguments, constants, shared.grid, options)
-
-
 def _gemm(call: GemmCall, config: Config, chip: Chip) -> Launch:
-    if config.kernel == "gluon":
-        return _gluon(call, config, chip)
     from ndtp_kernels.triton_code.gemm import gemm_kernel
 
     a, b, c = call.view_a, call.view_b, call.view_c
@@ -190,7 +164,7 @@ def _gemm(call: GemmCall, config: Config, chip: Chip) -> Launch:
         A_BATCHED=any(a.batch_strides), B_BATCHED=any(b.batch_strides),
         A_BLOCKED=a.blocked, B_BLOCKED=b.blocked, C_BLOCKED=c.blocked,
         EVEN_M=m % config.block_m == 0, EVEN_N=n % config.block_n == 0, EVEN_K=k_run % config.block_k == 0,
-        ACT=call.activation, ACCUMULATE=call.accumulate, PRECISION=call.precision,
+        ACT=call.activation, ACCUMULATE=call.accumulate,
         UPCAST=emulate and call.a.dtype is torch.bfloat16,
         # The tile loop and the K loop are joined, so that the next tile's loads start in this one's epilogue.
         SUBTILE=config.subtile, FLATTEN=tma and not config.warp_specialize and chip.target.startswith("sm_9"),
@@ -261,7 +235,7 @@ def refused(error: Exception) -> bool:
 def ran(op: str, launches: Sequence[Launch], device: torch.device, config: Config) -> bool:
     """Launch; False, and a warning, if Triton refuses the configuration on this device."""
     try:
-        run(launches, device, config.kernel in ("tma", "gluon"))
+        run(launches, device, config.kernel == "tma")
     except Exception as error:
         if not refused(error):
             raise

@@ -158,21 +158,11 @@ def fold_batch_into_rows(a: Matrix, b: Matrix, c: Matrix) -> tuple[Matrix, Matri
     return fold(a), b.keep([]), fold(c)
 
 
-def shape_of(
-    batch: tuple[int, ...], rows: int, cols: int, blocks: str | None, num_blocks: int, *, op: str
-) -> list[int]:
-    """The shape of a C [rows, cols] that is written as `num_blocks` blocks along m or n."""
-    if blocks is None:
+def shape_of(batch: tuple[int, ...], rows: int, cols: int, blocks: int, *, op: str) -> list[int]:
+    """The shape of a C [rows, cols] that is written as so many blocks of columns, or whole where it is 1."""
+    if blocks == 1:
         return [*batch, rows, cols]
-    if blocks not in ("m", "n"):
-        raise KernelError(op, f"C has dims m and n, not {blocks!r}", "c_blocks in ('m', 'n')")
-    size = rows if blocks == "m" else cols
-    if num_blocks < 1 or size % num_blocks:
-        raise KernelError(
-            op,
-            f"C is ({rows}, {cols}); {num_blocks} blocks along {blocks} do not divide {size}",
-            f"num_c_blocks that divides {size}",
-        )
-    if blocks == "m":
-        return [num_blocks, *batch, rows // num_blocks, cols]
-    return [num_blocks, *batch, rows, cols // num_blocks]
+    if blocks < 1 or cols % blocks:
+        what = f"C is ({rows}, {cols}); {blocks} blocks of columns do not divide {cols}"
+        raise KernelError(op, what, f"c_blocks that divides {cols}")
+    return [blocks, *batch, rows, cols // blocks]

@@ -37,7 +37,6 @@ def gemm(
     keep_pre: bool = False,
     out: Tensor | None = None,
     accumulate: bool = False,
-    out_dtype: torch.dtype | None = None,
     options: Options = NO_OPTIONS,
 ) -> Product:
     """C = act(A . B + bias).
@@ -46,7 +45,7 @@ def gemm(
     b         [.., K, N] likewise
     returns   C [.., M, N] and, with `keep_pre`, A . B + bias
     """
-    asked = key_of(options, (a, b, out, bias), "gemm", form, activation, keep_pre, accumulate, out_dtype)
+    asked = key_of(options, (a, b, out, bias), "gemm", form, activation, keep_pre, accumulate)
 
     def tensors(c: Tensor, pre: Tensor | None) -> list[Tensor | None]:
         return [a, b, c, None, pre, bias, None]
@@ -64,7 +63,7 @@ def gemm(
     if accumulate and out is None:
         raise KernelError(op, "accumulate=True has nothing to accumulate into", "pass out")
     request = ProductRequest(
-        a=a, b=b, form=form, out_dtype=out.dtype if out is not None else out_dtype or a.dtype, activation=activation,
+        a=a, b=b, form=form, out_dtype=a.dtype if out is None else out.dtype, activation=activation,
         bias=vector, keep_pre=keep_pre, out=out, accumulate=accumulate,
     )  # fmt: skip
     traced = (va.rows, vb.cols, va.cols, batch)
@@ -79,7 +78,6 @@ def backward_gemm(
     *,
     form: Form = Form(),  # noqa: B008
     activation: str,
-    out_dtype: torch.dtype | None = None,
     options: Options = NO_OPTIONS,
 ) -> Product:
     """The dgrad of a second product with the first one's activation gradient in its epilogue.
@@ -89,7 +87,7 @@ def backward_gemm(
     pre      [.., M, N]      pre-activation
     returns  C = (A . B) * act'(pre), of pre's shape
     """
-    asked = key_of(options, (a, b, pre), "backward", form, activation, out_dtype)
+    asked = key_of(options, (a, b, pre), "backward", form, activation)
 
     def tensors(c: Tensor, _: Tensor | None) -> list[Tensor | None]:
         return [a, b, c, pre, None, None, None]
@@ -100,7 +98,7 @@ def backward_gemm(
     options.check(op)
     va, vb, batch, shape = read(op, a, b, form, activation)
     check_like(op, "pre", pre, shape)
-    request = ProductRequest(a=a, b=b, form=form, out_dtype=out_dtype or a.dtype, activation=activation, pre=pre)
+    request = ProductRequest(a=a, b=b, form=form, out_dtype=a.dtype, activation=activation, pre=pre)
     traced = (va.rows, vb.cols, va.cols, batch)
     return _multiplied(op, request, torch_path.backward_gemm, shape, tensors, options, asked, traced, known is not None)
 
@@ -155,11 +153,11 @@ def _launched(
     """The product by a kernel, into `c` and `pre`; None where torch is chosen, or Triton refuses."""
     form, aux = request.form, None if request.pre is None else request.pre.contiguous()
     a, b = _within_two_batch_dims(op, request, traced[3])
-    view = matrix(c, "mn", False, form.c_blocks, op=op, name="c")
+    view = matrix(c, "mn", False, "n" if form.c_blocks > 1 else None, op=op, name="c")
     call = GemmCall(
         a=a, b=b, c=c, view_a=matrix(a, "mk", form.transpose_a, form.a_blocks, op=op, name="a"),
         view_b=matrix(b, "kn", form.transpose_b, form.b_blocks, op=op, name="b"), view_c=view, aux=aux, pre=pre,
-        bias=request.bias, activation=request.activation, accumulate=request.accumulate, precision=options.precision,
+        bias=request.bias, activation=request.activation, accumulate=request.accumulate,
         sms_to_leave=options.sms_to_leave,
     )  # fmt: skip
     config = configuration(op, call.problem(), chip, options)
@@ -170,7 +168,7 @@ def _launched(
             return None
     known = prepared.prepared(
         launches, tensors(c, pre), call.made, c_shape=tuple(c.shape), out_dtype=request.out_dtype,
-        descriptors=config.kernel in ("tma", "gluon"), traced=traced,
+        descriptors=config.kernel == "tma", traced=traced,
     )  # fmt: skip
     prepared.keep(asked, known)
     return Product(c, pre)

@@ -34,7 +34,6 @@ def reduce(
     pairs: bool = False,
     keep_pre: bool = False,
     out: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> Product:
     """Add p blocks in fp32, in order, after a scatter; then apply bias and activation.
@@ -43,14 +42,14 @@ def reduce(
     out      where C goes; contiguous
     returns  C [.., M, N] and, with `keep_pre`, the sums with the bias
     """
-    asked = key_of(backend, (x, bias, out), "reduce", activation, pairs, keep_pre, out_dtype)
+    asked = key_of(backend, (x, bias, out), "reduce", activation, pairs, keep_pre)
     known = prepared.recall(asked)
     if known is not None:
         return _again("reduce", known, x, out, keep_pre, None, bias)
     shape, m, n = read_blocks(op, x, activation, pairs)
     vector = check_vector(op, "bias", bias, n)
     result = [*shape[:-1], n // 2] if pairs else shape
-    dtype = _dtype_of(op, out, result, out_dtype or x.dtype)
+    dtype = _dtype_of(op, out, result, x.dtype)
     with tracing.record_pass("reduce", m, n, x, dtype):
         if triton_chip(op, x, backend) is None:
             done = torch_path.reduce(
@@ -70,7 +69,6 @@ def reduce_backward(
     activation: str,
     pairs: bool = False,
     out: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> Product:
     """Add p blocks in fp32 after dgrad's scatter; then apply the activation's gradient.
@@ -80,14 +78,14 @@ def reduce_backward(
     out      where C goes; contiguous
     returns  C of pre's shape
     """
-    asked = key_of(backend, (x, pre, out), "reduce backward", activation, pairs, out_dtype)
+    asked = key_of(backend, (x, pre, out), "reduce backward", activation, pairs)
     known = prepared.recall(asked)
     if known is not None:
         return _again("reduce_backward", known, x, out, False, pre, None)
     shape, m, n = read_blocks(op, x, activation)
     shape = [*shape[:-1], 2 * n] if pairs else shape
     check_like(op, "pre", pre, shape)
-    dtype = _dtype_of(op, out, shape, out_dtype or pre.dtype)
+    dtype = _dtype_of(op, out, shape, pre.dtype)
     with tracing.record_pass("reduce_backward", m, n, x, dtype):
         if triton_chip(op, x, backend) is None:
             done = torch_path.reduce_backward(x, pre, activation=activation, pairs=pairs, out_dtype=dtype)

@@ -63,11 +63,9 @@ def join(x: Tensor, blocks: str | None, first_letter: str) -> Tensor:
     return torch.cat(x.unbind(0), dim=-2 if blocks == first_letter else -1)
 
 
-def cut(x: Tensor, blocks: str | None, num_blocks: int) -> Tensor:
-    """Cut [.., m, n] into blocks [p, .., ] along m or n."""
-    if blocks is None:
-        return x
-    return torch.stack(x.chunk(num_blocks, dim=-2 if blocks == "m" else -1))
+def cut(x: Tensor, blocks: int) -> Tensor:
+    """Cut [.., m, n] into blocks of columns [p, .., m, n/p]; one block is the matrix itself."""
+    return x if blocks == 1 else torch.stack(x.chunk(blocks, dim=-1))
 
 
 def operand(x: Tensor, letters: str, transpose: bool, blocks: str | None) -> Tensor:
@@ -91,21 +89,20 @@ def gemm(
     transpose_b: bool = False,
     a_blocks: str | None = None,
     b_blocks: str | None = None,
-    c_blocks: str | None = None,
-    num_c_blocks: int = 1,
+    c_blocks: int = 1,
     activation_name: str = "none",
     compute: torch.dtype | None = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """C = act(A . B + bias), and the pre-activation; both in `compute`, in C's blocks."""
     left, right = operand(a, "mk", transpose_a, a_blocks), operand(b, "kn", transpose_b, b_blocks)
-    pre = cut(product(left, right, compute), c_blocks, num_c_blocks)
+    pre = cut(product(left, right, compute), c_blocks)
     if bias is not None:
-        pre = pre + column_vector(bias.to(pre.dtype), c_blocks, num_c_blocks, pre.dim())
+        pre = pre + column_vector(bias.to(pre.dtype), c_blocks, pre.dim())
     return activation(pre, activation_name), pre
 
 
-def column_vector(x: Tensor, c_blocks: str | None, num_c_blocks: int, dims: int) -> Tensor:
+def column_vector(x: Tensor, c_blocks: int, dims: int) -> Tensor:
     """A vector over n, shaped to broadcast with a C in blocks."""
-    if c_blocks != "n":
+    if c_blocks == 1:
         return x
-    return x.view(num_c_blocks, *(1,) * (dims - 2), -1)
+    return x.view(c_blocks, *(1,) * (dims - 2), -1)

@@ -26,15 +26,15 @@ def gemm(request: ProductRequest) -> Product:
     left = reference.operand(request.a, "mk", form.transpose_a, form.a_blocks)
     right = reference.operand(request.b, "kn", form.transpose_b, form.b_blocks)
     if request.activation == "none" and not request.keep_pre and request.bias is None:
-        product = reference.cut(_product(left, right, out_dtype), form.c_blocks, form.num_c_blocks)
+        product = reference.cut(_product(left, right, out_dtype), form.c_blocks)
         return Product(_into(product, request))
     bias = request.bias
-    if bias is not None and left.dim() == right.dim() == 2 and form.c_blocks is None:
+    if bias is not None and left.dim() == right.dim() == 2 and form.c_blocks == 1:
         pre = torch.addmm(bias.to(left.dtype), left, right)  # the library's own epilogue
     else:
-        pre = reference.cut(torch.matmul(left, right), form.c_blocks, form.num_c_blocks)
+        pre = reference.cut(torch.matmul(left, right), form.c_blocks)
         if bias is not None:
-            pre += reference.column_vector(bias.to(pre.dtype), form.c_blocks, form.num_c_blocks, pre.dim())
+            pre += reference.column_vector(bias.to(pre.dtype), form.c_blocks, pre.dim())
     c = reference.activation(pre, request.activation)
     # Its own copy: without an activation C may be the very tensor.
     kept = pre.to(out_dtype, copy=c is pre) if request.keep_pre else None
@@ -55,7 +55,7 @@ def backward_gemm(request: ProductRequest) -> Product:
     assert request.pre is not None
     left = reference.operand(request.a, "mk", form.transpose_a, form.a_blocks)
     right = reference.operand(request.b, "kn", form.transpose_b, form.b_blocks)
-    product = reference.cut(torch.matmul(left, right), form.c_blocks, form.num_c_blocks)
+    product = reference.cut(torch.matmul(left, right), form.c_blocks)
     return Product(_gradient(product, request.pre, request.activation).to(request.out_dtype))
 
 

@@ -244,9 +244,6 @@ def test_calls_of_torch_are_as_torch_declares_them():
     assert handle.calls[-2:] == [("put_signal", 2, 3, 2500), ("wait_signal", 0, 1, 2500)]
     for peer, signals in ((0, SLOTS * 2), (3, SLOTS * 2)):
         assert (signals - 1) * handle.world_size + peer < 2048 // 4, "torch's pads are of 2 KiB, or more"
-    for name in ("stream_write_value32", "memset32"):
-        declared = getattr(device._symmetric_memory(), name).__doc__
-        assert [part.partition(":")[0] for part in declared.split("(")[1].split(", ")][:3] == ["input", "offset", "val"]
 
 
 @pytest.mark.gpu
@@ -267,4 +264,4 @@ def test_all_ranks_on_one_device(parted):
         for rank, exchange in enumerate(staged):
             exchange.wait()
             expected = sent[number, :, rank] if parted else sent[number, :, 0]
-            assert torch.equal(landed[number, rank], expected) and exchange.flags.tolist() == [1] * ranks
+            assert torch.equal(landed[number, rank], expected)

@@ -255,19 +255,3 @@ def test_no_two_pull_from_one_peer_at_a_time(ranks):
         *readers, own = departures(rank, ranks)
         assert own == rank == arrivals(rank, ranks)[0]
         assert [arrivals(reader, ranks).index(rank) for reader in readers] == list(range(1, ranks))
-
-
-def gemm_that_polls(programs, sms):
-    """Programs that hold an SM each until their part has arrived, and a signal's kernel that needs one, too."""
-    threads = {"signal": [Step("take", ("sm", programs % sms)), Step("put", "ready"), Step("put", ("sm", "end"))]}
-    for i in range(programs):
-        threads[i] = [Step("put", ("begun", i)), Step("take", ("arrived", i)), Step("put", ("sm", i))]
-    copies = [Step("take", "ready")] + [Step("put", ("arrived", i)) for i in range(programs)]
-    return {**threads, "copies": copies}, [("sm", i) for i in range(programs, sms)]
-
-
-def test_a_product_that_polls_leaves_room_for_the_signals():
-    """What raises the flags needs an SM itself: programs that wait on all of them would wait for good."""
-    check(*gemm_that_polls(programs=3, sms=4))
-    with pytest.raises(Fault, match="deadlock"):
-        check(*gemm_that_polls(programs=4, sms=4))

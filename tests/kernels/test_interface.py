@@ -47,9 +47,7 @@ ERRORS = {
     "A is torch.float32 and B is torch.float64": lambda: ndtp_kernels.gemm(
         torch.ones(2, 5), torch.ones(5, 4, dtype=torch.float64)
     ),
-    "3 blocks along n do not divide 4": lambda: ndtp_kernels.gemm(
-        torch.ones(2, 5), torch.ones(5, 4), c_blocks="n", num_c_blocks=3
-    ),
+    "3 blocks of columns do not divide 4": lambda: ndtp_kernels.gemm(torch.ones(2, 5), torch.ones(5, 4), c_blocks=3),
     "a has dims m and k, not 'n'": lambda: ndtp_kernels.gemm(torch.ones(2, 2, 5), torch.ones(5, 4), a_blocks="n"),
     "activation 'swish' is not known": lambda: ndtp_kernels.gemm(
         torch.ones(2, 5), torch.ones(5, 4), activation="swish"

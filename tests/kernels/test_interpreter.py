@@ -45,5 +45,5 @@ def test_in_the_interpreter(cases, name):
 
 
 def test_there_are_cases():
-    names = ("blocks", "epilogues", "gemm", "grouped", "parts", "prepared", "rival", "scatter_epilogues")
+    names = ("blocks", "epilogues", "gemm", "grouped", "prepared", "rival", "scatter_epilogues", "signals")
     assert [f"case_{name}.py" for name in names] == FILES

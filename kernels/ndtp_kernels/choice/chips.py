@@ -26,20 +26,20 @@ class Chip:
         return self.target in ("sm_90", "sm_100", "sm_103", "interpreter")
 
 
-def rates(half: float, single: float, tf32: float) -> dict[str, float]:
-    return {"float16": half, "bfloat16": half, "float32": single, "tf32": tf32}
+def rates(half: float, single: float) -> dict[str, float]:
+    return {"float16": half, "bfloat16": half, "float32": single}
 
 
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("a100", "sm_80", 108, 166912, 1.4e12, rates(0.27e15, 18e12, 0.13e15)),
-        Chip("l40s", "sm_89", 142, 101376, 0.75e12, rates(0.30e15, 60e12, 0.15e15)),
-        Chip("h100", "sm_90", 132, 232448, 2.8e12, rates(0.70e15, 50e12, 0.35e15)),
+        Chip("a100", "sm_80", 108, 166912, 1.4e12, rates(0.27e15, 18e12)),
+        Chip("l40s", "sm_89", 142, 101376, 0.75e12, rates(0.30e15, 60e12)),
+        Chip("h100", "sm_90", 132, 232448, 2.8e12, rates(0.70e15, 50e12)),
         # 769-798 TFLOP/s at 8192^3 in bf16 and copies at 4.3 TB/s were measured; the other rates scale with them.
-        Chip("h200", "sm_90", 132, 232448, 4.3e12, rates(0.79e15, 50e12, 0.39e15), measured=True),
-        Chip("b200", "sm_100", 148, 232448, 6.5e12, rates(1.6e15, 70e12, 0.8e15)),
-        Chip("mi300x", "gfx942", 304, 65536, 4.0e12, rates(0.6e15, 80e12, 0.25e15)),
+        Chip("h200", "sm_90", 132, 232448, 4.3e12, rates(0.79e15, 50e12), measured=True),
+        Chip("b200", "sm_100", 148, 232448, 6.5e12, rates(1.6e15, 70e12)),
+        Chip("mi300x", "gfx942", 304, 65536, 4.0e12, rates(0.6e15, 80e12)),
     )
 }
 

@@ -10,8 +10,7 @@ from typing import Any
 class Config:
     """The tile sizes and options with which a GEMM runs.
 
-    kernel: "tma"; "pointer"; "gluon", whose warps have roles (with four warps on sm_90: two groups that take turns);
-    or "torch" for the vendor's library through torch.
+    kernel: "tma"; "pointer"; or "torch" for the vendor's library through torch.
     """
 
     kernel: str = "pointer"
@@ -64,7 +63,7 @@ class Problem:
     m: int
     n: int
     k: int
-    dtype: str = "bfloat16"  # of the operands; "tf32" for fp32 operands that may be rounded
+    dtype: str = "bfloat16"  # of the operands
     batch: int = 1
     out_bytes: int = 2
     # plain, blocks (of an operand, nothing else), epilogue, backward, wgrad; of experts, with m or k the mean of theirs
@@ -72,7 +71,6 @@ class Problem:
     kind: str = "plain"
     layout: str = "nt"  # A then B: n = contiguous along the second letter (k of A, n of B), t = along the first
     tma: bool = True  # strides and alignment allow tensor descriptors
-    tma_out: bool = True  # of what is stored, too, as one matrix
     blocks: tuple[int, int, int] = (0, 0, 0)  # a tile of a TMA kernel may not cross these multiples of m, n, k
     torch_launches: int = 1  # that torch needs for its product
     torch_passes: int = 0  # passes over C that torch needs after its product

@@ -19,7 +19,7 @@ TILE_SECONDS = (
 # Share of the library's rate that kernels are taken to reach at their best tile, without the roles of warps and the
 # clusters that cuBLAS has on Hopper and Blackwell.  From published comparisons; not measured here.
 REACH, REACH_OF = 0.90, {"sm_100": 0.70, "sm_103": 0.70}
-ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "tf32": 4}
+ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 
 def cdiv(a: int, b: int) -> int:
@@ -55,16 +55,9 @@ def shared_bytes(problem: Problem, config: Config, chip: Chip) -> int:
     pipeline = held * config.block_k * tiles * item
     staging = config.block_m * config.block_n // config.subtile * problem.out_bytes
     scratch = 8192 if problem.kind == "wgrad" else 1024
-    if config.kernel == "gluon":  # each group stages its own tile
-        return pipeline + staging * groups(config, chip) + scratch
     if config.kernel == "pointer":
         return max(pipeline + scratch, staging)
     return pipeline + staging * (1 if problem.kind in ("plain", "blocks") else 2) + scratch
-
-
-def groups(config: Config, chip: Chip) -> int:
-    """Groups of warps of a "gluon" kernel that multiply a tile each."""
-    return max(1, 8 // config.num_warps) if chip.target == "sm_90" else 1
 
 
 def tile_efficiency(config: Config, chip: Chip) -> float:

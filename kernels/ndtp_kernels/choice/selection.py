@@ -23,7 +23,6 @@ class Options:
     config: Config | None = None
     table: Table | None = None
     sms_to_leave: int = 0
-    precision: str = "ieee"  # "tf32": fp32 operands may be rounded to tf32
 
     def __hash__(self) -> int:
         return self._hash
@@ -38,8 +37,6 @@ class Options:
     def check(self, op: str) -> None:
         if self.backend not in BACKENDS:
             raise KernelError(op, f"backend {self.backend!r} is not known", f"one of {BACKENDS}")
-        if self.precision not in ("ieee", "tf32"):
-            raise KernelError(op, f"precision {self.precision!r} is not known", "'ieee' or 'tf32'")
         if self.sms_to_leave < 0:
             raise KernelError(op, f"sms_to_leave is {self.sms_to_leave}", "a number >= 0")
 

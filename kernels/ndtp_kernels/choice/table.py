@@ -119,54 +119,19 @@ def fits(problem: Problem, config: Config, chip: Chip) -> bool:
         return True
     if not (chip.has_tma and problem.tma):
         return False
-    if config.kernel == "gluon" and not _fits_gluon(problem, config, chip):
-        return False
     tile = (config.block_m, config.block_n, config.block_k)
     return all(block == 0 or block % size == 0 for block, size in zip(problem.blocks, tile, strict=True))
 
 
-def _fits_gluon(problem: Problem, config: Config, chip: Chip) -> bool:
-    """One product of 16-bit matrices into one, with an epilogue or without; no interpreter runs these kernels."""
-    return (
-        chip.target in ("sm_90", "sm_100", "sm_103")
-        and _dtype_class(problem.dtype) == "half"
-        and problem.kind in ("plain", "epilogue")
-        and problem.tma_out
-        and problem.out_bytes == 2
-        and problem.batch == config.split_k == 1
-        and problem.k > 0
-        and config.num_stages > 1
-        and _has_gluon()
-    )
-
-
-@functools.cache
-def _has_gluon() -> bool:
-    """Return whether this Triton compiles the kernels in Gluon: 3.6 has another form of its barriers."""
-    try:
-        import triton
-    except ImportError:
-        return False
-    numbers = [int("".join(filter(str.isdigit, part)) or 0) for part in triton.__version__.split(".")[:2]]
-    return tuple(numbers) >= (3, 7)
-
-
-def candidates(problem: Problem, chip: Chip, table: Table, unmeasured: bool = False) -> list[Config]:
-    """torch, and every shipped configuration that fits, whole and with K split where M x N leaves SMs idle.
-
-    Args:
-        unmeasured: those as well that only a measurement may choose: the "gluon" kernels, of which the model knows
-            nothing.
-    """
+def candidates(problem: Problem, chip: Chip, table: Table) -> list[Config]:
+    """torch, and every shipped configuration that fits, whole and with K split where M x N leaves SMs idle."""
     by_dtype = table.candidates.get(chip.target) or table.candidates.get(_family(chip.target), {})
     found = [TORCH]
     for config, kinds in by_dtype.get(_dtype_class(problem.dtype), ()):
-        if problem.kind not in kinds or not fits(problem, config, chip) or not as_they_lie(problem):
-            continue
-        if config.kernel == "gluon" and not unmeasured:
+        if problem.kind not in kinds or not fits(problem, config, chip):
             continue
         found.append(config)
-        if config.warp_specialize or config.kernel == "gluon" or problem.kind.startswith("grouped"):
+        if config.warp_specialize or problem.kind.startswith("grouped"):
             continue
         tiles = problem.batch * roof.cdiv(problem.m, config.block_m) * roof.cdiv(problem.n, config.block_n)
         steps = roof.cdiv(problem.k, config.block_k)
@@ -174,15 +139,6 @@ def candidates(problem: Problem, chip: Chip, table: Table, unmeasured: bool = Fa
             if tiles * split <= 2 * chip.num_sms and steps // split >= 4:
                 found.append(replace(config, split_k=split))
     return found[1:] if len(found) > 1 and not torch_will_do(problem) else found
-
-
-def as_they_lie(problem: Problem) -> bool:
-    """Return whether matrix units take the operands as they lie in memory.
-
-    They turn 16-bit operands on the way in, but not tf32: with k not contiguous each step of K would be written anew
-    through registers.
-    """
-    return problem.dtype != "tf32" or problem.layout == "nt"
 
 
 def torch_will_do(problem: Problem) -> bool:
@@ -201,7 +157,7 @@ def _family(target: str) -> str:
 
 
 def _dtype_class(dtype: str) -> str:
-    return {"float16": "half", "bfloat16": "half", "tf32": "tf32", "float32": "fp32"}[dtype]
+    return {"float16": "half", "bfloat16": "half", "float32": "fp32"}[dtype]
 
 
 @functools.lru_cache(maxsize=4096)

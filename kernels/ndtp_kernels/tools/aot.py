@@ -90,8 +90,6 @@ def compile_launch(launch: Launch, target: str) -> Any:
                 attributes[(position,)] = [["tt.divisibility", 16]]
     amd = target.startswith("gfx")
     gpu = GPUTarget("hip", target, 64) if amd else GPUTarget("cuda", int(target[3:]), 32)
-    if launch.kernel.is_gluon():
-        from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
     return triton.compile(source, target=gpu, options=launch.options)
 
@@ -174,8 +172,7 @@ def expected(case: CompiledCase) -> tuple[str, ...]:
     if matrix_unit != "mma" and (case.config.block_m < 64 or case.config.num_warps % 4):
         matrix_unit = "mma"
     loads = ("cp.async",) if case.config.kernel == "pointer" else ("tma",)
-    roles = case.config.warp_specialize or case.config.kernel == "gluon"
-    return (matrix_unit, *loads, *(("setmaxnreg",) if roles else ()))
+    return (matrix_unit, *loads, *(("setmaxnreg",) if case.config.warp_specialize else ()))
 
 
 def examine(case: CompiledCase, **constants: Any) -> dict[str, Any]:

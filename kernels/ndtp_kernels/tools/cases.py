@@ -54,7 +54,7 @@ def cases(targets: Sequence[str] = tuple(TARGETS)) -> Iterator[CompiledCase]:
     table = shipped_table()
     for target in targets:
         for dtype_class, configs in table.candidates[target].items():
-            dtype = {"half": "bfloat16", "tf32": "tf32", "fp32": "float32"}[dtype_class]
+            dtype = {"half": "bfloat16", "fp32": "float32"}[dtype_class]
             for config, kinds in configs:
                 for kind in kinds:
                     yield CompiledCase(target, dtype, kind, config)
@@ -69,7 +69,6 @@ QUICK = (
     ("sm_80", "bfloat16", "backward", "pointer", False),
     ("sm_89", "bfloat16", "plain", "pointer", False),
     ("sm_90", "bfloat16", "epilogue", "tma", False),
-    ("sm_90", "bfloat16", "plain", "gluon", False),
     ("sm_90", "bfloat16", "blocks", "pointer", False),
     ("sm_90", "bfloat16", "split", "tma", False),
     ("sm_90", "bfloat16", "reduce", "pointer", False),
@@ -96,7 +95,7 @@ def _tile(case: CompiledCase) -> int:
 
 def call_of(case: CompiledCase) -> GemmCall:
     """The product of a case, on meta tensors: a weight [N, K] and its gradients, as in a linear layer."""
-    dtype = torch.float32 if case.dtype == "tf32" else getattr(torch, case.dtype)
+    dtype = getattr(torch, case.dtype)
 
     def new(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, device="meta", dtype=dtype)
@@ -116,15 +115,14 @@ def call_of(case: CompiledCase) -> GemmCall:
         form, a, b, c = Form(True, False), new(k, m), new(k, n), new(m, n, dtype=torch.float32)
         extra = dict(accumulate=True)
     if case.kind == "blocks":  # gathered along K, scattered along N, as in a 2D product
-        form, a, b, c = Form(False, True, "k", None, "n", 4), new(4, m, k // 4), new(n, k), new(4, m, n // 4)
+        form, a, b, c = Form(False, True, "k", None, 4), new(4, m, k // 4), new(n, k), new(4, m, n // 4)
     return GemmCall(
         a=a,
         b=b,
         c=c,
         view_a=matrix(a, "mk", form.transpose_a, form.a_blocks, op="aot", name="a"),
         view_b=matrix(b, "kn", form.transpose_b, None, op="aot", name="b"),
-        view_c=matrix(c, "mn", False, form.c_blocks, op="aot", name="c"),
-        precision="tf32" if case.dtype == "tf32" else "ieee",
+        view_c=matrix(c, "mn", False, "n" if form.c_blocks > 1 else None, op="aot", name="c"),
         **extra,
     )
 
@@ -134,13 +132,13 @@ EXPERTS = 8
 
 def experts_call(case: CompiledCase) -> GroupedCall:
     """Products of experts, on meta tensors: forward with weights [E, N, K], its dgrad, or the weights' gradient."""
-    dtype = torch.float32 if case.dtype == "tf32" else getattr(torch, case.dtype)
+    dtype = getattr(torch, case.dtype)
     n = SIZE + 16 if case.config.kernel == "pointer" else SIZE
     x, y, w = (
         torch.empty(shape, device="meta", dtype=dtype) for shape in ((SIZE, SIZE), (SIZE, n), (EXPERTS, n, SIZE))
     )
     offsets = torch.empty(EXPERTS + 1, device="meta", dtype=torch.int32)
-    how = Options(config=case.config, precision="tf32" if case.dtype == "tf32" else "ieee")
+    how = Options(config=case.config)
     if case.kind == "grouped_wgrad":
         return GroupedCall(y, x, w, offsets, True, False, how)
     return (

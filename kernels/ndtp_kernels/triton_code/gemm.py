@@ -86,7 +86,6 @@ def gemm_kernel(
     EVEN_K: tl.constexpr,
     ACT: tl.constexpr,
     ACCUMULATE: tl.constexpr,
-    PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,  # the interpreter multiplies the bit patterns of bf16
     SUBTILE: tl.constexpr,
     FLATTEN: tl.constexpr,
@@ -177,10 +176,10 @@ def gemm_kernel(
             if UPCAST:
                 a = a.to(tl.float32)
                 b = b.to(tl.float32)
-            acc = tl.dot(a, b, acc, input_precision=PRECISION)
+            acc = tl.dot(a, b, acc, input_precision="ieee")
 
         c_base = tl.cast(split, tl.int64) * sc_split + outer * sc_outer + inner * sc_inner
-        c_rows = c_base + along(m, sc_m, c_block, sc_block, C_BLOCKED == 1)
+        c_rows = c_base + tl.cast(m, tl.int64) * sc_m
         for part_n in tl.static_range(SUBTILE):
             # A few columns after another: fewer registers, and a smaller staging buffer for the stores.
             x = columns(acc, part_n, SUBTILE)

@@ -53,7 +53,6 @@ def grouped_rows_kernel(
     B_ROW_MAJOR: tl.constexpr,
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,  # the interpreter multiplies the bit patterns of bf16
     SUBTILE: tl.constexpr,
 ):
@@ -109,7 +108,7 @@ def grouped_rows_kernel(
             if UPCAST:
                 a = a.to(tl.float32)
                 b = b.to(tl.float32)
-            acc = tl.dot(a, b, acc, input_precision=PRECISION)
+            acc = tl.dot(a, b, acc, input_precision="ieee")
 
         for part in tl.static_range(SUBTILE):
             at = part * (BLOCK_N // SUBTILE)
@@ -145,7 +144,6 @@ def grouped_outer_kernel(
     B_ROW_MAJOR: tl.constexpr,
     EVEN_M: tl.constexpr,
     EVEN_N: tl.constexpr,
-    PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
     SUBTILE: tl.constexpr,
 ):
@@ -194,7 +192,7 @@ def grouped_outer_kernel(
             if UPCAST:
                 a = a.to(tl.float32)
                 b = b.to(tl.float32)
-            acc = tl.dot(a, b, acc, input_precision=PRECISION)
+            acc = tl.dot(a, b, acc, input_precision="ieee")
         if whole < num_rows:
             k_mask = k < num_rows - whole
             last = tl.cast(first + whole, tl.int64)
@@ -203,7 +201,7 @@ def grouped_outer_kernel(
             if UPCAST:
                 a = a.to(tl.float32)
                 b = b.to(tl.float32)
-            acc = tl.dot(a, b, acc, input_precision=PRECISION)
+            acc = tl.dot(a, b, acc, input_precision="ieee")
 
         for part in tl.static_range(SUBTILE):
             at = part * (BLOCK_N // SUBTILE)

@@ -60,7 +60,7 @@ def reduce_kernel(
         start = tl.cast(part, tl.int64) * sx_part
         acc += tl.load(X + start + x_at, mask=mask, other=0.0).to(tl.float32)
 
-    c_rows = outer * sc_outer + inner * sc_inner + along(m, sc_m, c_block, sc_block, C_BLOCKED == 1)
+    c_rows = outer * sc_outer + inner * sc_inner + tl.cast(m, tl.int64) * sc_m
     c_at = c_rows[:, None] + along(n, sc_n, c_block, sc_block, C_BLOCKED == 2)[None, :]
     c = epilogue(acc, c_at, mask, n, n_mask, aux, pre, bias, ACT)
     if ACCUMULATE:

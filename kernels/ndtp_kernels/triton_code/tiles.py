@@ -28,15 +28,6 @@ def share_of(program, residents, kept):
 
 
 @triton.jit
-def stage_of(step, STAGES: tl.constexpr):
-    """Return a step's place in a ring of stages, and its round's parity, counted over all tiles of a program.
-
-    A barrier of the ring ends a phase in each round; it is asked for the parity of one.
-    """
-    return step % STAGES, step // STAGES % 2
-
-
-@triton.jit
 def describe(
     pointer,
     batch,

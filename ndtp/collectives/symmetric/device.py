@@ -7,14 +7,13 @@ torch's source; the signatures are checked without a device, nothing was measure
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ndtp.collectives import nccl
-from ndtp.collectives.streams import is_capturing
 from ndtp.collectives.symmetric.protocol import SLOTS, Act, Do, pulling, staging
 from ndtp.collectives.symmetric.windows import FREE, READY
 
@@ -77,10 +76,10 @@ class LocalWindow:
     """All ranks on one device; signals by kernels of one warp, as torch's are."""
 
     def __init__(self, rank: int, memories: Sequence[Tensor], pads: Sequence[Tensor]) -> None:
-        from ndtp_kernels import parts
+        from ndtp_kernels import signals
 
         self.rank, self.ranks, self.slot_bytes = rank, len(memories), memories[rank].shape[1]
-        self.memories, self.pads, self._signals = memories, pads, parts
+        self.memories, self.pads, self._signals = memories, pads, signals
 
     @staticmethod
     def of_all(ranks: int, slot_bytes: int, device: torch.device) -> list[LocalWindow]:
@@ -116,27 +115,14 @@ class DeviceEngine:
         self.pull(started)
         return started
 
-    def stage(
-        self,
-        sent: Sequence[Tensor],
-        landing: Sequence[Tensor],
-        parted: bool,
-        await_part: Callable[[int], None] | None = None,
-    ) -> DeviceExchange:
+    def stage(self, sent: Sequence[Tensor], landing: Sequence[Tensor], parted: bool) -> DeviceExchange:
         """The first half of an exchange.
-
-        Args:
-            await_part: holds the current stream until the part for a rank is computed; by a product that is issued
-                after this, since an exchange waits for what was issued before.
 
         One process that is several ranks of one device issues this half of all of them, and then the other: streams may
         share a queue of the device, in which nothing must stand before what it waits for.
         """
-        flags = torch.zeros(self.window.ranks, dtype=torch.int32, device=landing[0].device)
         self.stream.wait_stream(torch.cuda.current_stream())
-        started = DeviceExchange(
-            self.count % SLOTS, tuple(sent), tuple(landing), parted, flags, [], torch.cuda.Event(), await_part
-        )
+        started = DeviceExchange(self.count % SLOTS, tuple(sent), tuple(landing), parted, [], torch.cuda.Event())
         self.count += 1
         with torch.cuda.stream(self.stream):
             for act in staging(self.window.rank, self.window.ranks, parted):
@@ -151,8 +137,6 @@ class DeviceEngine:
 
     def _act(self, this: DeviceExchange, act: Act) -> None:
         (do, peer), window = act, self.window
-        if this.await_part is not None and do in (Do.STAGE, Do.KEEP):
-            this.await_part(peer)
         if do is Do.WAIT_FREE:
             window.take(peer, this.slot, FREE)
         elif do is Do.STAGE:
@@ -175,7 +159,6 @@ class DeviceExchange(NamedTuple):
     """An exchange that behaves as NCCL's work does: waiting blocks the current stream.
 
     Attributes:
-        flags: int32, of every rank: 1 when its part is there, for kernels that poll.
         events: of every part, in the order of arrival: the rank, and what a stream can wait for.
         done: behind the last signal, which a graph must wait for as well as for the parts.
     """
@@ -184,16 +167,11 @@ class DeviceExchange(NamedTuple):
     sent: tuple[Tensor, ...]
     landing: tuple[Tensor, ...]
     parted: bool
-    flags: Tensor
     events: list[tuple[int, torch.cuda.Event]]
     done: torch.cuda.Event
-    await_part: Callable[[int], None] | None = None
 
     def land(self, peer: int, part: Tensor) -> None:
         self.landing[peer].copy_(part, non_blocking=True)
-        # The driver's write comes after all that its stream did before; it cannot be captured, a memset can.
-        raise_flag = _symmetric_memory().memset32 if is_capturing("cuda") else _symmetric_memory().stream_write_value32
-        raise_flag(self.flags, peer, 1)
         event = torch.cuda.Event()
         event.record()
         self.events.append((peer, event))
@@ -205,12 +183,6 @@ class DeviceExchange(NamedTuple):
         for peer, event in self.events:
             torch.cuda.current_stream().wait_event(event)
             yield peer
-
-
-def _symmetric_memory() -> Any:
-    from torch._C._distributed_c10d import _SymmetricMemory
-
-    return _SymmetricMemory
 
 
 def unusable_device() -> str:

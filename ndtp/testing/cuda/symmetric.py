@@ -47,18 +47,5 @@ def patches(machine: Any) -> Iterator[tuple[Any, str, Any]]:
         machine.refuse_in_capture("a rendezvous of symmetric memory")
         return SymmetricHandle(machine, memory, group)
 
-    def memset32(flags: Tensor, offset: int, val: int, count: int = 1) -> Tensor:
-        part = flags[offset : offset + count]
-        machine.kernel("memset32", writes=[part], run=lambda x: x.fill_(val))
-        return flags
-
-    def stream_write_value32(flags: Tensor, offset: int, val: int) -> Tensor:
-        machine.refuse_in_capture("stream_write_value32")
-        return memset32(flags, offset, val)
-
     yield _symmetric_memory, "empty", empty
     yield _symmetric_memory, "rendezvous", rendezvous
-    owner = getattr(torch._C._distributed_c10d, "_SymmetricMemory", None)
-    if owner is not None:
-        yield owner, "memset32", staticmethod(memset32)
-        yield owner, "stream_write_value32", staticmethod(stream_write_value32)

@@ -66,9 +66,9 @@ def test_gelu_and_its_gradient_against_fp64(dtype):
 def test_backward_in_blocks_and_batches():
     """The gradient written as the blocks that a reduce-scatter wants."""
     dc, weight, pre = integers(2, 10, 24), integers(24, 36), integers(2, 10, 36)
-    cut, form = reference.cut(pre, "n", 3), Form(c_blocks="n", num_c_blocks=3)
+    cut, form = reference.cut(pre, 3), Form(c_blocks=3)
     got = products.backward_gemm("b", dc, weight, cut, form=form, activation="relu", options=triton_options()).c
-    assert torch.equal(got, reference.cut((dc @ weight) * (pre > 0), "n", 3))
+    assert torch.equal(got, reference.cut((dc @ weight) * (pre > 0), 3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -68,7 +68,7 @@ def test_what_differs_is_prepared_anew():
     calls = [
         (a, b, NT, {}), (a, b, Form(), {}), (a.mT, b, NT, {}), (shifted, b, NT, {}), (a, b, NT, {"activation": "relu"}),
         (a, b, NT, {"keep_pre": True}), (a, b, NT, {"bias": integers(16)}),
-        (a, b, NT, {"out_dtype": torch.float16}), (a, b, NT, {"out": integers(16, 16)}),
+        (a, b, NT, {"out": integers(16, 16).half()}), (a, b, NT, {"out": integers(16, 16)}),
     ]  # fmt: skip
     for count, (left, right, form, more) in enumerate(calls, 1):
         got = products.gemm("gemm", left, right, form=form, options=triton_options(), **more).c
