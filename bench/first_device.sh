@@ -6,8 +6,8 @@
 # Each step has a time limit and goes on alone: one that fails or hangs costs itself.  OUT/STEP.log is what it printed,
 # OUT/*.json its results, OUT/steps.jsonl a line a step as it ends.  Exit status 1 if a step failed.
 #
-# The limits of all steps are 55 minutes together.  --dry-run runs the same command lines without a GPU: each must parse, import all that it needs, and either do its part
-# on CPUs or say that it needs a device.  --list prints the command lines.
+# The limits of all steps are 55 minutes together.  --dry-run runs the same command lines without a GPU: each must parse,
+# import all that it needs, and either do its part on CPUs or say that it needs a device.  --list prints the command lines.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 mode=run
@@ -75,12 +75,22 @@ if [[ $mode == dry ]]; then
     models=(none) programs=0  # the tests have some
     ranks=2
 fi
+seconds=900 folders=($(sed -n 's/^ON_DEVICE = //p' Makefile))
+[[ $mode == dry ]] && seconds=100 folders=(compute/test_grouped.py)
 ours=("$python" -m ndtp)
 launched=("$python" -m torch.distributed.run --standalone "--nproc-per-node=$ranks")
 all=("${launched[@]}" -m ndtp)
 
 check() { # NAME SECONDS, see bench/device_checks.py
     step "$1" "$2" "${launched[@]}" bench/device_checks.py "$1" --out "$out/$1.json"
+}
+
+# The tests whose tensors lie on the GPU, as `make test DEVICE=cuda`; what the time does not suffice for is listed.
+suite() { # SECONDS
+    local device=cuda
+    [[ $mode == dry ]] && device=
+    step suite "$1" env "NDTP_TEST_DEVICE=$device" "$python" tests/on_device.py --seconds "$seconds" \
+        --out "$out/suite.json" "${folders[@]/#/tests/}"
 }
 
 # Four ranks of NCCL on one device, which runs kernels of several processes at once where MPS is there.
@@ -109,40 +119,44 @@ if [[ $mode == dry ]]; then # in one launch
     step checks 120 "${launched[@]}" bench/device_checks.py topology captured endurance host beside bandwidth memory
 else
     check topology 30
-    tests tests_cuda 200 tests/test_cuda.py
-    check captured 240
-    check endurance 240
-    check host 90
+    suite 930
+    tests tests_cuda 150 tests/test_cuda.py
+    check captured 180
+    check endurance 180
+    check host 60
 fi
 if [[ $ranks -ge 2 ]]; then
     for count in "${tokens[@]}"; do
-        step "step_$count" 120 "${all[@]}" bench step --compare torch --tokens "$count" "${block[@]}" --json "$out/step_$count.json"
+        step "step_$count" 90 "${all[@]}" bench step --compare torch --tokens "$count" "${block[@]}" --json "$out/step_$count.json"
     done
 else
-    echo "step, calibrate: left out, one device"
+    echo "step, calibrate, planner: left out, one device"
 fi
 if [[ $mode == dry ]]; then
-    tests tests_cuda 200 tests/test_cuda.py
+    tests tests_cuda 150 tests/test_cuda.py
+    suite 180
 else
     check beside 60
     check bandwidth 60
-    check memory 60
+    check memory 30
 fi
 mps start
 shared programs 60 "$python" tests/split/programs.py --programs "$programs" --ranks 4 --json "$out/programs.json"
-shared models 150 "$python" tests/models/elsewhere.py --models "${models[@]}" --json "$out/models.json"
+shared models 120 "$python" tests/models/elsewhere.py --models "${models[@]}" --json "$out/models.json"
 mps quit
-tests tests_kernels 120 tests/kernels/test_parts.py
-tests tests_on_device 150 tests/kernels/test_on_device.py
-tests tests_symmetric 120 tests/collectives/test_symmetric.py tests/collectives/test_recorder.py
-step symmetric 90 "$python" bench/symmetric.py --out "$out/symmetric.json"
+tests tests_on_device 60 tests/kernels/test_on_device.py
+tests tests_symmetric 60 tests/collectives/test_symmetric.py tests/collectives/test_recorder.py
+step symmetric 60 "$python" bench/symmetric.py --out "$out/symmetric.json"
 if [[ $ranks -ge 2 ]]; then
-    step calibrate 240 "${all[@]}" bench calibrate --dtype bf16 "${shares[@]}" --output "$out/hardware.toml"
+    step calibrate 150 "${all[@]}" bench calibrate --dtype bf16 "${shares[@]}" --output "$out/hardware.toml"
+    step planned 90 "${all[@]}" bench step --tokens "${tokens[-1]}" "${block[@]}" --hardware "$out/hardware.toml" \
+        --json "$out/planned.json"
+    step planner 20 "$python" bench/planner_verdict.py "$out/planned.json"
 fi
-step gemm 300 "$python" bench/gemm.py --all --seconds 260 --out "$out/gemm.json"
-step grouped_gemm 180 "$python" bench/grouped_gemm.py --seconds 150 --out "$out/grouped_gemm.json"
-step tuning 180 "${ours[@]}" bench gemm --tune --json "$out/tuning.json"
-tests tests_fabric 120 tests/measure/test_bench_fabric.py
-step fabric 180 "$python" bench/fabric.py --hardware h200-ib --out "$out/fabric.json"
+step gemm 270 "$python" bench/gemm.py --all --seconds 240 --out "$out/gemm.json"
+step grouped_gemm 120 "$python" bench/grouped_gemm.py --seconds 100 --out "$out/grouped_gemm.json"
+step tuning 120 "${ours[@]}" bench gemm --tune --json "$out/tuning.json"
+tests tests_fabric 60 tests/measure/test_bench_fabric.py
+step fabric 90 "$python" bench/fabric.py --hardware h200-ib --out "$out/fabric.json"
 [[ $mode == list ]] || echo "results in $out"
 exit $failed

@@ -50,8 +50,7 @@ SHARES = {"scatter": 0.1, "block": 0.25, "fused": 0.5, "plain": 0.75, "compile":
 # (goal, column of a row, wanted geometric mean, wanted lowest)
 GOALS = [
     ("plain", "against_torch", 0.90, 0.80),
-    *((kind, "against_torch", 1.15, 0.0) for kind in SCATTER),
-    *((kind, "against_torch", 1.00, 0.0) for kind in FUSED),
+    *((kind, "against_torch", 1.15, 0.0) for kind in (*SCATTER, *FUSED)),  # a pass over memory is saved
     ("block", "against_best", 1.00, 0.0),
 ]
 # Written down beside the goals, without one of their own.

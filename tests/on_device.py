@@ -6,7 +6,7 @@ The ranks of NCCL share the GPU under MPS, where the machine has it.  A kernel t
 tests that have lost their GPU end at once, and all that is left runs under a new MPS.  A test that fails runs a second
 time, with fewer beside it, and with all kernels loaded at the start: CUDA loads a kernel at its first use, for which it
 may wait until the GPU is idle, while another rank's kernel waits for this one.  What fails twice is a failure.  The
-exit status is 1 after a failure, and where the time did not suffice.
+exit status is 1 after a failure, and 124, as that of `timeout`, where the time did not suffice for all tests.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ BATCHES = 4  # of files, for each worker: pytest starts anew for each
 LONGEST_TEST_S = 150
 UNKNOWN_S = 0.3  # a test that costs.json does not know
 ATTEMPTS = 2
+OUT_OF_TIME = 124
 ROOT = Path(__file__).parent.parent
 DONE = ("passed", "skipped")
 # A failure that says so is no failure of the test where another process has lost the GPU for all.
@@ -212,7 +213,7 @@ def main() -> int:
     for test in failed:
         print("FAILED", test, "\n   ", "\n    ".join(run.failures[test][-1].splitlines()[-6:]))
     print(f"{summary(run)}; {len(left)} not run")
-    return int(bool(failed or left))
+    return 1 if failed else OUT_OF_TIME if left else 0
 
 
 def summary(run: Run) -> str:
