@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ndtp.testing.compare import assert_close_to_dense, assert_equal, small_integers
     from ndtp.testing.cuda.multiprocessors import find_deadlock
     from ndtp.testing.cuda.place import CudaFault
+    from ndtp.testing.cuda.recorded_clock import RecordedClock
     from ndtp.testing.cuda.stand_in import RecordedCuda
     from ndtp.testing.dense import assert_matches_dense
     from ndtp.testing.launch import run
@@ -24,6 +25,7 @@ _HOME = {
     "RankError": "rank_error",
     "RankPool": "pool",
     "RankTimeout": "rank_error",
+    "RecordedClock": "cuda.recorded_clock",
     "RecordedCuda": "cuda.stand_in",
     "assert_close_to_dense": "compare",
     "assert_equal": "compare",
@@ -39,6 +41,7 @@ __all__ = [
     "RankError",
     "RankPool",
     "RankTimeout",
+    "RecordedClock",
     "RecordedCuda",
     "assert_close_to_dense",
     "assert_equal",

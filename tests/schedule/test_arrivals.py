@@ -95,15 +95,13 @@ def test_grids_of_other_orders_are_timed_together_as_they_are_alone():
         )
         for p in (0, 1)
     ]
-    links = InTurns(LINKS.links)
+    links = InTurns(LINKS.links, shares=False)
     seconds = step_seconds(together, links, 4)
     assert seconds == pytest.approx([float(step_seconds(each, links, 4)) for each in alone])
 
 
 class InTurns(Speeds):
     """The same links, for many grids at once: one collective after the other."""
-
-    shares = False
 
     def seconds(self, collective, axes, received):
         ((link,),) = {(link,) for link in self.links.values()}

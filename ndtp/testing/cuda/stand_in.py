@@ -48,7 +48,7 @@ class RecordedCuda(TorchDispatchMode):
     Attributes:
         faults: what was found, and is raised at the end.
         operations: (lane, name), if they are kept.
-        trace: the same with what must be done before each, for `find_deadlock` and `step_microseconds`.
+        trace: the same with what must be done before each, for `find_deadlock` and `RecordedClock`.
     """
 
     device = torch.device("cpu")
