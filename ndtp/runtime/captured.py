@@ -7,13 +7,14 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ndtp.algebra.volume import Volume
 from ndtp.collectives.meter import CommMeter
 from ndtp.collectives.streams import has_streams
 from ndtp.errors import CaptureError
+from ndtp.runtime.captured_modules import HeldModules
 from ndtp.runtime.captured_optimizers import HeldOptimizers
 from ndtp.runtime.region import KeyTape, Region
 from ndtp.runtime.rehearsal import StepWatch, described, differences
@@ -44,7 +45,9 @@ def capture(step: Callable[..., Any], example: Any, *, warm_up: int = WARM_UP, e
 
     What a graph cannot hold is refused by name and line, and nothing falls back in silence: reading a tensor in the
     host (`item`, `print`, `if`), copies from or to the host, numbers or operations that differ between the last two
-    calls before the capture, gradients that are left for the next call, collectives over gloo.
+    calls before the capture, gradients that are left for the next call, collectives over gloo.  Refused is, too, what
+    was set since the capture: `model.eval()`, `requires_grad_`, settings of the optimizer.  A number of the program
+    that changes only after the warm-up is frozen in the graph, and nobody can see that.
 
     Args:
         step: takes tensors, and returns tensors, in any nesting of tuples, lists and dicts, or None.
@@ -91,8 +94,10 @@ class CapturedStep:
         self.device = on_device[0].device
         self._inputs = [torch.empty_like(x) for x in leaves]
         self._optimizers, self._keys = HeldOptimizers(self.device), KeyTape()
+        self._modules = HeldModules(self.device)
         self._drawn: Tensor | None = None  # the keys of a replay
         self._rehearsals: list[StepWatch] = []
+        self._called: list[nn.Module] = []  # by the last call before the capture
         self._stream = torch.cuda.Stream()
         self._graph: Any = None
         self._results: Any = None
@@ -178,7 +183,7 @@ class CapturedStep:
 
     def _judge(self) -> None:
         one, other = self._rehearsals
-        self._rehearsals = []
+        self._rehearsals, self._called = [], [*other.modules.values()]
         hazards = other.hazards + ([] if other.hazards else differences(one, other))
         if hazards:
             raise CaptureError(
@@ -208,6 +213,7 @@ class CapturedStep:
         finally:
             self._keys.rewind()
         self._optimizers.check_gradients()
+        self._modules.hold(self._called)
         strange = [x for x in tree_flatten(self._results)[0] if not isinstance(x, (Tensor, type(None)))]
         if strange:
             raise CaptureError(
@@ -217,6 +223,7 @@ class CapturedStep:
 
     def _replay(self) -> Any:
         self._optimizers.check_settings()
+        self._modules.check()
         keys = self._keys.drawn()
         if keys:
             assert self._drawn is not None

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from ndtp.collectives.backends import backend_of
@@ -24,6 +24,7 @@ DRAWS = {"bernoulli", "bernoulli_", "rand", "randn", "randint", "randperm", "uni
 _COPIES = {"_to_copy", "copy_", "to"}
 _MACHINERY = ("/torch/", "/contextlib.py", "/ndtp/runtime/rehearsal.py", "/ndtp/testing/cuda/")
 _LIBRARIES = ("/site-packages/", "/ndtp/", "/contextlib.py")
+_CALL = nn.Module._call_impl.__code__
 MOST_NAMED = 8
 
 
@@ -61,12 +62,14 @@ class StepWatch(TorchDispatchMode):
     Attributes:
         hazards: what a graph cannot hold.
         done: the operations, in order.
+        modules: that were called, by their identity, outermost first.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.hazards: list[Hazard] = []
         self.done: list[Done] = []
+        self.modules: dict[int, nn.Module] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -77,9 +80,21 @@ class StepWatch(TorchDispatchMode):
             return NotImplemented
         result = func(*args, **kwargs)
         line = _line()
+        self._note_modules()
         self._look_at(name, args, kwargs, result, line)
         self.done.append(Done(name, tuple(_forms([*args, *kwargs.values()])), line))
         return result
+
+    def _note_modules(self) -> None:
+        """Note the modules in whose call the program is.  A global hook of torch would have blocks run in parts."""
+        frame: Any = sys._getframe(2)
+        found: list[nn.Module] = []
+        while frame is not None:
+            if frame.f_code is _CALL:
+                found.append(frame.f_locals["self"])
+            frame = frame.f_back
+        for module in reversed(found):
+            self.modules.setdefault(id(module), module)
 
     def _look_at(self, name: str, args: Any, kwargs: Any, result: Any, line: SourceLine) -> None:
         given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]

@@ -187,6 +187,33 @@ def test_what_changes_after_the_capture_is_refused_or_taken_over():
             step(x)
 
 
+def test_a_model_that_is_set_otherwise_since_the_capture_is_refused():
+    """A replay would go on to drop out, and to train what is frozen."""
+    with RecordedCuda():
+        training = Training()
+        step = ndtp.capture(training.step, training.batches[0])
+        for x in training.batches:
+            step(x)
+        training.block.up.eval()
+        with pytest.raises(CaptureError, match=r"training of MLP\.up is False, the graph has True\n  fix: .* anew"):
+            step(x)
+        training.block.train()
+        training.drop.eval()
+        with pytest.raises(CaptureError, match="training of Dropout is False, the graph has True"):
+            step(x)
+        training.drop.train()
+        training.block.down.weight.requires_grad_(False)
+        with pytest.raises(CaptureError, match=r"requires_grad of MLP\.down\.weight is False, the graph has True"):
+            step(x)
+        training.block.down.weight.requires_grad_()
+        with pytest.raises(CaptureError, match=r"torch\.is_grad_enabled\(\) is False"), torch.no_grad():
+            step(x)
+        cast = torch.autocast(x.device.type)
+        with pytest.raises(CaptureError, match=r"autocast is torch\.bfloat16, the graph has None"), cast:
+            step(x)
+        step(x)
+
+
 def test_gradients_that_are_left_are_refused():
     with RecordedCuda():
         training = Training()
