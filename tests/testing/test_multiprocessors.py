@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from turns import by_turns
 
 import ndtp
 from ndtp import Grid, ProcessGrid
@@ -49,25 +50,56 @@ def test_kernels_between_collectives_need_a_multiprocessor_and_are_done_by_thems
     assert find_deadlock([program((0,)), program((1,))], 2, 2) is None, "one rank has nobody to wait for"
 
 
-def program(rank, chunks):
-    """Operations of a step of two blocks, as rank `rank` of eight issues them."""
+def recorded(rank, grid, make_step):
+    """Operations of a training step, as rank `rank` of eight issues them.
+
+    Args:
+        make_step: makes the step on a grid of processes.
+    """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
     try:
         with RecordedCuda(record=True) as cuda:
-            mesh = ProcessGrid(CUBE, device_type="cpu", groups_per_axis=2)
-            blocks = [ndtp.nn.MLP(16, 32, mesh=mesh, scheme="3d", chunks=chunks, seed=0) for _ in range(2)]
-            y = blocks[0].in_layout.shard(torch.randn(64, 16), rank).requires_grad_()
-            for block in blocks:
-                y = block(y)
-            y.square().mean().backward()
+            step = make_step(ProcessGrid(grid, device_type="cpu", groups_per_axis=2), rank)
+            step()
         return cuda.trace
     finally:
         dist.destroy_process_group()
 
 
+def two_blocks(mesh, rank):
+    blocks = [ndtp.nn.MLP(16, 32, mesh=mesh, scheme="3d", chunks=4, seed=0) for _ in range(2)]
+    x = blocks[0].in_layout.shard(torch.randn(64, 16), rank).requires_grad_()
+
+    def step():
+        y = x
+        for block in blocks:
+            y = block(y)
+        y.square().mean().backward()
+
+    return step
+
+
+def two_layers_of_llama(mesh, rank):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = LlamaConfig(vocab_size=64, num_hidden_layers=2, **sizes)
+    model = ndtp.parallelize(LlamaForCausalLM(config), mesh, scheme="3d")
+    ids = torch.randint(64, (8, 8))
+
+    def step():
+        for _ in range(2):  # the order of the weights is learned in the first
+            model(input_ids=ids, labels=ids).loss.backward()
+            ndtp.nn.clip_grad_norm_(model.parameters(), 1.0)
+            model.zero_grad()
+
+    return step
+
+
 @pytest.fixture(scope="module")
 def programs():
-    return [program(rank, 4) for rank in range(8)]
+    return [recorded(rank, CUBE, two_blocks) for rank in range(8)]
 
 
 @pytest.mark.parametrize("multiprocessors", [132, 148], ids=["H200", "B200"])
@@ -77,6 +109,15 @@ def test_a_step_of_blocks_never_stands_still_at_the_default(programs, multiproce
     communicators = {each.lane for each in programs[0] if each.members is not None}
     assert len(communicators) == 6 and len(communicators) * ctas <= multiprocessors // 4
     assert find_deadlock(programs, multiprocessors, ctas, seeds=range(3)) is None
+
+
+@pytest.mark.parametrize("grid", by_turns([CUBE, Grid(dp=2, x=2, y=2)], 2), ids=str)
+def test_a_step_of_a_stock_llama_never_stands_still_at_the_default(grid):
+    """Groups over several axes come on top of those of each axis."""
+    programs = [recorded(rank, grid, two_layers_of_llama) for rank in range(8)]
+    communicators = {each.lane for each in programs[0] if each.members is not None and len(each.members) > 1}
+    assert len(communicators) > 3
+    assert find_deadlock(programs, 132, ctas_that_fit(132, 2, grid), seeds=range(2)) is None
 
 
 def test_as_many_thread_blocks_as_nccl_takes_by_itself_stand_still(programs):
