@@ -59,10 +59,12 @@ def grouped_product(x: Tensor, weights: Tensor, groups: Groups | Sequence[int], 
 
 
 def tally(x: Tensor, values: int) -> Tensor:
-    """Count how often each of 0 to values - 1 occurs in x, as [values]; on the meta device the counts have no
-    values.
+    """Count how often each of 0 to values - 1 occurs in x, as [values].
+
+    A `bincount` would ask the device for the largest number first, and wait for it.
     """
-    return x.new_empty(values) if x.is_meta else x.flatten().bincount(minlength=values)
+    x = x.flatten()
+    return x.new_zeros(values).scatter_add_(0, x, x.new_ones(()).expand_as(x))
 
 
 class _Grouped(torch.autograd.Function):
