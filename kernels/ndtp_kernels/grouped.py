@@ -43,7 +43,8 @@ def grouped_gemm(
     a         [rows, K]           sorted by expert
     b         [experts, K, N]     or [experts, N, K] with `transpose_b`
     offsets   int32 [experts + 1] on the device of A: expert e's rows are offsets[e] : offsets[e + 1].  They start with
-              0, do not fall, and end with `rows`: what they say is never read back, and so not checked
+              0, do not fall, and end with `rows` at most: what they say is never read back, and so not checked.  Rows
+              behind the last expert's are not multiplied, and nothing is written for them
     returns   [rows, N]
 
     Args:
@@ -122,7 +123,8 @@ def _rows_by_torch(a: Tensor, b: Tensor, c: Tensor, offsets: Tensor, sizes: Sequ
     if library_takes(a, b):
         return torch._grouped_mm(a, b, offs=offsets[1:])
     each = _sizes(offsets, sizes)
-    for rows, one, out in zip(a.split(each), b.unbind(), c.split(each), strict=True):
+    all_rows = sum(each)
+    for rows, one, out in zip(a[:all_rows].split(each), b.unbind(), c[:all_rows].split(each), strict=True):
         if rows.shape[0]:
             torch.mm(rows, one, out=out)
     return c
@@ -133,7 +135,8 @@ def _outer_by_torch(a: Tensor, b: Tensor, c: Tensor, offsets: Tensor, sizes: Seq
         c = torch._grouped_mm(a.mT, b, offs=offsets[1:])
         return c.masked_fill_((offsets[1:] == offsets[:-1])[:, None, None], 0)  # nobody promises what is there
     each = _sizes(offsets, sizes)
-    for left, right, out in zip(a.split(each), b.split(each), c.unbind(), strict=True):
+    all_rows = sum(each)
+    for left, right, out in zip(a[:all_rows].split(each), b[:all_rows].split(each), c.unbind(), strict=True):
         torch.mm(left.mT, right, out=out)
     return c
 

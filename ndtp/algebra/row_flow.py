@@ -82,6 +82,17 @@ def chunk_counts(counts: Counts, chunk: int, chunks: int) -> list[list[int]]:
     return [[even_split(count, chunks)[chunk] for count in row] for row in counts]
 
 
+def room_counts(plan: ExpertPlan, experts: int, room: int) -> Counts:
+    """Return counts for which each rank along `plan.count_axes` sends `room` rows to each rank that has experts.
+
+    A flow of these moves buffers of one size, whatever is in them; which of a rank's experts the rows are for is said
+    elsewhere.
+    """
+    each = experts // plan.ranks
+    row = [room if expert % each == 0 else 0 for expert in range(experts)]
+    return [row] * plan.grid.size(plan.count_axes)
+
+
 @dataclass(frozen=True, eq=False)
 class RowFlow:
     """The moves of a rank's rows through a layer of experts.
@@ -108,21 +119,25 @@ class RowFlow:
     def experts(self) -> int:
         return len(self.counts[0])
 
-    def _arrived(self, rank: int) -> list[list[int]]:
-        """Return the rows that a rank has after the all-to-all: for each sender, the rows for each of the rank's
-        experts.
-        """
-        mine = self.plan.local_experts(self.experts, rank)
-        return [list(self.held_by(peer)[mine.start : mine.stop]) for peer in self.plan.grid.group(rank, self.plan.axes)]
+    def _holders(self, rank: int, level: int) -> list[int]:
+        """Return the ranks whose rows a rank has after the all-to-all and `level` gathers, in memory order."""
+        if level == 0:
+            return list(self.plan.grid.group(rank, self.plan.axes))
+        peers = self.plan.grid.group(rank, self.plan.gathered[level - 1 : level])
+        return [holder for peer in peers for holder in self._holders(peer, level - 1)]
 
     def _segments(self, rank: int, level: int) -> list[list[int]]:
         """Return the rows after `level` gathers: for each rank that brought rows, the rows for each expert, in
         memory order.
         """
-        if level == 0:
-            return self._arrived(rank)
-        peers = self.plan.grid.group(rank, self.plan.gathered[level - 1 : level])
-        return [segment for peer in peers for segment in self._segments(peer, level - 1)]
+        mine = self.plan.local_experts(self.experts, rank)  # those of all ranks along which rows are gathered
+        return [list(self.held_by(holder)[mine.start : mine.stop]) for holder in self._holders(rank, level)]
+
+    @cached_property
+    def holders(self) -> tuple[int, ...]:
+        """The ranks that brought rows to where the first product begins, as positions along `axes`, in memory order."""
+        every = self._holders(self.rank, len(self.plan.gathered))
+        return tuple(self.plan.grid.index(holder, self.axes) for holder in every)
 
     @cached_property
     def segments(self) -> list[list[int]]:
@@ -148,7 +163,7 @@ class RowFlow:
         peers, mine = grid.group(rank, plan.axes), self.held_by(rank)
         theirs = [plan.local_experts(self.experts, peer) for peer in peers]
         sends = tuple(sum(mine[experts.start : experts.stop]) for experts in theirs)
-        receives = tuple(map(sum, self._arrived(rank)))
+        receives = tuple(map(sum, self._segments(rank, 0)))
         return RowMove("all_to_all", plan.axes, sends, receives, peers.index(rank))
 
     @property

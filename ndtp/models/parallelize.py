@@ -41,6 +41,7 @@ from ndtp.models.roles import is_linear
 from ndtp.models.same_weights import check_same_weights
 from ndtp.models.seen_by_ranks import seen_by_all
 from ndtp.models.transformer import Split, is_transformer, split_before
+from ndtp.nn.experts import EXACT, Buffers, known_buffers
 from ndtp.planner.grid_plan import GridPlan
 from ndtp.planner.hardware import Hardware
 from ndtp.runtime.default_group import OwnRows
@@ -83,6 +84,7 @@ def parallelize(
     hardware: str | Hardware = "h100-ib",
     keep: Sequence[str] = (),
     expert_axis: str | Sequence[str] | None = None,
+    expert_buffers: Buffers = EXACT,
     fuse: bool = True,
     strict: bool = True,
     example: Any = None,
@@ -121,6 +123,7 @@ def parallelize(
             an MLP) stays whole with each of its layers.
         expert_axis: the axes that split the experts of a transformer, as for `ndtp.nn.MoE`; "auto" chooses them where
             none are given.
+        expert_buffers: as `buffers` of `ndtp.nn.MoE`: with "worst-case" a step with experts can be captured.
         fuse: whether the products of an MLP run as one schedule, and the head with the loss in chunks of rows, where a
             whole model's code puts nothing between them that forbids it.
         strict: nothing to replace is an error.
@@ -187,6 +190,7 @@ def parallelize(
         return rechecked(model, recheck)
     if mesh is None and scheme != "auto":
         mesh = mesh_of_all_ranks(scheme, axes, wire)
+    known_buffers(expert_buffers, "parallelize")
     options: dict[str, Any] = {"regather": regather, "chunks": chunks}
     further = {"pad": pad, "fuse": fuse, "attention": attention, "double_backward": double_backward}
     made_by = _said(names.scheme if len(report.plan) == 1 else f"{report.plan}", options | further)
@@ -232,7 +236,7 @@ def parallelize(
         else:
             layouts = block_layouts(mesh.grid, scheme, axes)  # type: ignore[union-attr]
         assert mesh is not None
-        return whole_model(mesh, layouts, expert_axes=split_by)
+        return whole_model(mesh, layouts, expert_axes=split_by, expert_buffers=expert_buffers)
     pairs = pairs_by_name(model, names.roles) if names.names_pairs else []
     if scheme == "auto":
         mesh, layouts = best_for_products(model, pairs, mesh, tokens, hardware, wire)

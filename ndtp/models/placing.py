@@ -18,6 +18,7 @@ from ndtp.models.frame import Frame
 from ndtp.models.projections import Projection
 from ndtp.models.replicated import PartOfParameter, replicate
 from ndtp.models.roles import hidden_size
+from ndtp.nn.experts import EXACT, Buffers
 from ndtp.nn.padding import row_multiple
 from ndtp.ops.lookup import LookupPlan
 from ndtp.runtime.process_grid import ProcessGrid
@@ -54,6 +55,7 @@ class Placing:
         chunks: int | str = 0,
         fuse: bool = True,
         expert_axes: Sequence[str] | None = None,
+        expert_buffers: Buffers = EXACT,
         attention: str = "auto",
         pad: bool = True,
     ) -> None:
@@ -73,6 +75,7 @@ class Placing:
         self.replaced: dict[str, str] = {}
         self.kept: dict[str, str] = {}
         grid = mesh.grid
+        self.expert_buffers = expert_buffers
         self.expert_axes = (("e",) if "e" in grid else ()) if expert_axes is None else tuple(expert_axes)
         weights = {axis for layout in (layouts.up_weight, layouts.down_weight) for axis in layout.axes}
         data = tuple(axis for axis in layouts.input.dims[0] if axis not in weights)

@@ -240,6 +240,7 @@ class Split(Placing):
                 self.kept[name] = role if isinstance(role, str) else BY_PLAN
             return
         layer = place_experts(module, name, role, self.frame, self.layouts, self.width, self.expert_axes)
+        layer.buffer_kind = self.expert_buffers
         self.experts.append(layer)
         self.replaced[name] = str(layer.plan.up)
 

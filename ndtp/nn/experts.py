@@ -11,7 +11,7 @@ from torch.types import Device
 
 from ndtp.algebra.expert_plan import ExpertPlan
 from ndtp.algebra.layout import Layout
-from ndtp.algebra.row_flow import Counts, RowFlow, chunk_counts
+from ndtp.algebra.row_flow import Counts, RowFlow, chunk_counts, room_counts
 from ndtp.compute.epilogues import ACTIVATIONS
 from ndtp.compute.grouped import tally
 from ndtp.errors import LayoutError
@@ -19,16 +19,38 @@ from ndtp.nn.expert_keys import read
 from ndtp.nn.parameters import fill_uniform
 from ndtp.nn.random import given_or_drawn
 from ndtp.nn.sharded import Sharded
+from ndtp.ops.expert_rooms import Rooms
 from ndtp.ops.experts import combined, dispatched, experts, known_counts, weight_plan
 from ndtp.ops.reductions import used_over
 from ndtp.runtime.arrival import local_shard
 from ndtp.runtime.eagerly import backwards_as_they_are, eagerly
 from ndtp.runtime.process_grid import ProcessGrid
 
+Buffers = str | float
+EXACT, WORST_CASE = "exact", "worst-case"
+OVERFLOW = (
+    "MoE '{}': a rank has more rows for the experts of another rank than buffers={} times the mean\n"
+    "  fix: a greater factor, buffers='worst-case', or a router with a capacity, which drops choices"
+)
 WHY = (
     "ndtp: a layer of experts runs eagerly between two graphs: how many rows go to whom are numbers of the batch, "
     "which no graph can hold. fix: leave out fullgraph=True"
 )
+
+
+def known_buffers(buffers: Buffers, name: str) -> Buffers:
+    """Return what was given as buffers of experts.
+
+    Raises:
+        LayoutError: it is neither a known name nor a factor.
+    """
+    is_factor = isinstance(buffers, (int, float)) and not isinstance(buffers, bool) and 1 <= buffers < math.inf
+    if buffers not in (EXACT, WORST_CASE) and not is_factor:
+        raise LayoutError(
+            f"MoE '{name}': buffers={buffers!r} is neither '{EXACT}' nor '{WORST_CASE}' nor a factor of the mean\n"
+            f"  fix: '{EXACT}', '{WORST_CASE}', or a number from 1"
+        )
+    return buffers
 
 
 class Experts(Sharded):
@@ -44,8 +66,10 @@ class Experts(Sharded):
 
     Args:
         chunks: of each expert's rows; the exchange of one runs beside the products of another.
+        buffers: as for `ndtp.nn.MoE`.
 
     Attributes:
+        buffer_kind: the `buffers` that were given.
         last_counts: of the last forward: how many rows each rank along `plan.count_axes` had for each expert.
     """
 
@@ -60,6 +84,7 @@ class Experts(Sharded):
         plan: ExpertPlan,
         mesh: ProcessGrid,
         chunks: int = 1,
+        buffers: Buffers = EXACT,
         device: Device = None,
         dtype: torch.dtype | None = None,
         seed: int | None = None,
@@ -71,6 +96,7 @@ class Experts(Sharded):
             raise ValueError(f"MoE '{name}': activation {activation!r} is not one of {', '.join(plain)}")
         if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
             raise LayoutError(f"MoE '{name}': chunks={chunks!r} is not a number of chunks")
+        self.buffer_kind = known_buffers(buffers, name)
         plan.check(hidden, inner, count)
         backwards_as_they_are()
         self.hidden, self.inner, self.count, self.plan, self.chunks = hidden, inner, count, plan, chunks
@@ -115,23 +141,21 @@ class Experts(Sharded):
         wanted = choice.flatten() if kept is None else torch.where(kept, choice, self.count).flatten()
         counts = tally(wanted, self.count + 1)[: self.count]
         table = known_counts(counts.int(), self.plan.count_axes, self.mesh, self.name)
+        gates = used_over(
+            gates, Layout(self.mesh.grid, self.plan.tokens.dims[0], None), self.plan.features, self.mesh, self.name
+        )
+        weights = [weight if weight.dtype == x.dtype else local_shard(weight).to(x.dtype) for weight in weights]
+        through = (weights, self.mesh, self.activation, self.is_gated, self.name)
+        if self.buffer_kind != EXACT:
+            error = None if self.buffer_kind == WORST_CASE else OVERFLOW.format(self.name, self.buffer_kind)
+            rooms = Rooms(wanted, counts, table, self._flows_of_rooms(wanted.numel()), error)
+            return rooms.combined(experts(rooms.dispatched(x, top_k), rooms.flows, *through, rooms.arrival), gates)
         self.last_counts, margin = self.expected if x.is_meta else (table.tolist(), 0)
         flows = self.flows(self.last_counts, margin=margin)
         rows = sum(flow.dispatch.before for flow in flows)
         order = self._order(wanted, counts, rows)
-        gates = used_over(
-            gates, Layout(self.mesh.grid, self.plan.tokens.dims[0], None), self.plan.features, self.mesh, self.name
-        )
         sent = dispatched(x, order, top_k).split([flow.dispatch.before for flow in flows])
-        parts = experts(
-            sent,
-            [weight if weight.dtype == x.dtype else local_shard(weight).to(x.dtype) for weight in weights],
-            flows,
-            self.mesh,
-            self.activation,
-            self.is_gated,
-            self.name,
-        )
+        parts = experts(sent, flows, *through)
         return combined(torch.cat(parts) if len(parts) > 1 else parts[0], order, gates)
 
     def _order(self, wanted: Tensor, counts: Tensor, rows: int) -> Tensor:
@@ -158,6 +182,13 @@ class Experts(Sharded):
             return [RowFlow(self.plan, rank, counts, axes, margin)]
         parts = (chunk_counts(counts, i, self.chunks) for i in range(self.chunks))
         return [RowFlow(self.plan, rank, part, axes, margin) for part in parts]
+
+    def _flows_of_rooms(self, choices: int) -> list[RowFlow]:
+        """Return the moves of buffers that hold so many choices of this rank, chunk by chunk."""
+        factor = self.plan.ranks if isinstance(self.buffer_kind, str) else self.buffer_kind
+        room = min(choices, math.ceil(choices * factor / self.plan.ranks))
+        counts = room_counts(self.plan, self.count, -(-room // self.chunks))
+        return [RowFlow(self.plan, self.mesh.rank, counts, self.plan.count_axes)] * self.chunks
 
     # ---------------------------------------------------------------------------------------------------- state dict
 

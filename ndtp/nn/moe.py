@@ -17,7 +17,7 @@ from ndtp.algebra.schemes import BlockLayouts, block_layouts
 from ndtp.algebra.volume import Volume
 from ndtp.compute.grouped import tally
 from ndtp.errors import LayoutError
-from ndtp.nn.experts import WHY, Experts
+from ndtp.nn.experts import EXACT, WHY, Buffers, Experts
 from ndtp.nn.gated import GatedMLP
 from ndtp.nn.mlp import MLP
 from ndtp.nn.padding import as_rows, with_leading_dims
@@ -63,6 +63,9 @@ class MoE(BlockModule):
         scheme, axes, layouts: as for `ndtp.nn.MLP`: of the layer's two ends, and of an expert but for `expert_axis`.
         expert_axis: one axis or several; default: "e" if the grid has it, else none.
         chunks: of each expert's rows, whose exchanges and products overlap.
+        buffers: "exact": the host asks the device for the numbers of rows, in each forward, and moves so many.  With
+            "worst-case" it does not ask, and buffers hold as many rows as there can be; so the layer can be captured.
+            A factor makes them that many times the rows of an even routing; more rows than these are an error.
         device, dtype, wire, seed, name: as for `ndtp.nn.MLP`.  What a router sends travels as it is computed.
 
     Attributes:
@@ -96,6 +99,7 @@ class MoE(BlockModule):
         expert_axis: str | Sequence[str] | None = None,
         options: Mapping[str, Any] | None = None,
         chunks: int = 1,
+        buffers: Buffers = EXACT,
         wire: GivenWire = None,
         seed: int | None = None,
         name: str = "moe",
@@ -119,8 +123,9 @@ class MoE(BlockModule):
         )  # fmt: skip
         self.top_k = self.router.top_k
         self.experts = Experts(
-            hidden, inner, experts, activation, gated, plan=self.plan, chunks=chunks, name=name, **shared_arguments
-        )
+            hidden, inner, experts, activation, gated, plan=self.plan, chunks=chunks, buffers=buffers, name=name,
+            **shared_arguments,
+        )  # fmt: skip
         self.shared: MLP | None = None
         self.shared_gate: Router | None = None
         if shared:
@@ -132,9 +137,8 @@ class MoE(BlockModule):
             self.shared_gate = Router(
                 hidden, 1, 1, tokens=self.in_layout, name=f"{name}.shared_gate", **shared_arguments
             )
-        self._ways = [
-            _way(self.in_layout, self.plan.tokens, f"{name}.in"), _way(self.plan.tokens, self.out_layout, f"{name}.out")
-        ]  # fmt: skip
+        into, out = (self.in_layout, self.plan.tokens), (self.plan.tokens, self.out_layout)
+        self._ways = [_way(*into, f"{name}.in"), _way(*out, f"{name}.out")]
 
     def reset_parameters(self, seed: int | None = None) -> None:
         """Draw all parameters anew; the same values on every grid."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from ndtp.algebra.row_flow import Moves, RowFlow, RowMove, RowWay, sorting_index
 from ndtp.algebra.steps import Step
 from ndtp.collectives.rows_exchange import start_rows
 from ndtp.compute.activations import activation_named
-from ndtp.compute.grouped import Groups, grouped_product
+from ndtp.compute.grouped import AnyGroups, Groups, grouped_product
 from ndtp.compute.traces import refuse_second
 from ndtp.ops.moving import moved, taken
 from ndtp.runtime.arrival import stored_shape
@@ -31,12 +31,13 @@ _KINDS = {"forward": "activations", "dgrad": "activation_gradients"}  # of rows,
 
 def experts(
     rows: Sequence[Tensor],
-    weights: Sequence[Tensor],
     flows: Sequence[RowFlow],
+    weights: Sequence[Tensor],
     mesh: GridLike,
     activation: str,
     gated: bool,
     name: str = "moe",
+    arrival: Callable[[int], Arrival] | None = None,
 ) -> list[Tensor]:
     """Apply the experts to rows that are sorted by expert, and return the results in the same order.
 
@@ -55,6 +56,7 @@ def experts(
 
     Args:
         activation: of the gate, where there is one.
+        arrival: the order and the groups of a chunk's rows where they are multiplied; default: those of its flow.
     """
     plan = flows[0].plan
     there = [_start(rows[0], flows[0].dispatch, mesh, name, _part(0, flows))]
@@ -68,10 +70,9 @@ def experts(
     back = []
     for i, flow in enumerate(flows):
         entering, leaving, again, out = flow.ways
-        order = None if flow.is_sorted else _Sorting(flow, rows[i].device)
+        order, groups = Arrival.of(flow, rows[i].device) if arrival is None else arrival(i)
         x = _along(_finish(there[i]), entering, mesh, plan.up.name)
         x = x if order is None else _Sorted.apply(x, order, False)  # type: ignore[no-untyped-call]
-        groups = Groups(flow.sizes, x.device)
         h = grouped_product(x, up, groups, _multiplier(mesh, plan.up.name))
         if gated and plan.moves_features:  # a split of features keeps gate and up together where they take turns
             h = h.unflatten(1, (2, -1)).mT.flatten(1)
@@ -267,40 +268,61 @@ def _by_moves(x: Tensor, moves: Moves, mesh: GridLike, name: str, phase: str) ->
     return x
 
 
-class _Sorting:
-    """The permutation from the order in which rows arrive to the order of the experts."""
+class Arrival(NamedTuple):
+    """The order of rows by expert, where they do not arrive so, and which of them are whose then."""
 
-    def __init__(self, flow: RowFlow, device: torch.device) -> None:
-        self.flow, self.device = flow, device
+    order: Permutation | None
+    groups: AnyGroups
+
+    @classmethod
+    def of(cls, flow: RowFlow, device: torch.device) -> Arrival:
+        """The arrival of as many rows as the flow says."""
+        order = None if flow.is_sorted else Permutation(lambda: _order_of(flow, device))
+        return cls(order, Groups(flow.sizes, device))
+
+
+class Permutation:
+    """A permutation of rows, made at its first use, and the way back.
+
+    Args:
+        make: gives the position of each row of the result.
+    """
+
+    def __init__(self, make: Callable[[], Tensor]) -> None:
+        self._make = make
 
     @cached_property
     def index(self) -> Tensor:
-        """Return the position of each sorted row.
-
-        It is computed on the host, also for tensors on meta, since it takes memory.
-        """
-        segments = list(sorting_index(self.flow.segments))
-        count, host = sum(rows for _, rows in segments), "meta" if self.device.type == "meta" else "cpu"
-        starts, counts = torch.tensor(segments, dtype=torch.int64, device=host).unbind(1)
-        ends = counts.cumsum(0)
-        index = torch.repeat_interleave(starts - (ends - counts), counts, output_size=count)
-        return (index + torch.arange(count, device=host)).to(self.device)
+        return self._make()
 
     @cached_property
     def inverse(self) -> Tensor:
         inverse = torch.empty_like(self.index)
-        inverse[self.index] = torch.arange(len(inverse), device=self.device)
+        inverse[self.index] = torch.arange(len(inverse), device=inverse.device)
         return inverse
 
     def __call__(self, x: Tensor, back: bool) -> Tensor:
         return x.index_select(0, self.inverse if back else self.index)
 
 
+def _order_of(flow: RowFlow, device: torch.device) -> Tensor:
+    """Return the position of each row in the order of the experts.
+
+    It is computed on the host, also for tensors on meta, since it takes memory.
+    """
+    segments = list(sorting_index(flow.segments))
+    count, host = sum(rows for _, rows in segments), "meta" if device.type == "meta" else "cpu"
+    starts, counts = torch.tensor(segments, dtype=torch.int64, device=host).unbind(1)
+    ends = counts.cumsum(0)
+    index = torch.repeat_interleave(starts - (ends - counts), counts, output_size=count)
+    return (index + torch.arange(count, device=host)).to(device)
+
+
 class _Sorted(torch.autograd.Function):
     """A permutation of rows, whose gradient is the one back and no sum."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: _Sorting, back: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, order: Permutation, back: bool) -> Tensor:
         ctx.order, ctx.back = order, back
         return order(x, back)
 

@@ -9,7 +9,7 @@ import ndtp
 from ndtp import Grid
 from ndtp.compute import grouped
 from ndtp.compute.gemm import KernelGemm, TorchGemm
-from ndtp.compute.grouped import Groups, grouped_product, tally
+from ndtp.compute.grouped import DeviceGroups, Groups, grouped_product, tally
 
 F32 = torch.float32
 
@@ -34,6 +34,29 @@ def test_the_fused_product_and_the_kernels_are_the_loop():
     assert tally(torch.tensor([2, 0, 2]), 4).tolist() == [1, 0, 2, 0]
     with torch.device("meta"):  # a default device is none of these numbers'
         assert Groups((3, 0, 5), x.device).offsets.tolist() == [0, 3, 3, 8]
+
+
+@pytest.mark.parametrize("dtype, wide", [(torch.float32, 16), (torch.float64, 16), (torch.float32, 6)], ids=str)
+@pytest.mark.filterwarnings("ignore::ndtp_kernels.errors.KernelFallback")
+def test_products_whose_sizes_only_the_device_knows(dtype, wide):
+    """In one call, and where torch has none; behind the experts' rows lie rows of none, which stay zeros."""
+    generator = torch.Generator().manual_seed(0)
+    sizes, rows = [3, 0, 5, 2], 14
+    x, w, grad = (torch.randn(size, generator=generator, dtype=dtype) for size in ((14, wide), (4, 8, wide), (14, 8)))
+    groups = DeviceGroups(torch.tensor([0, 3, 3, 8, 10], dtype=torch.int32))
+    expected = [t.clone().requires_grad_() for t in (x[:10], w)]
+    y = grouped_product(*expected, sizes)
+    y.backward(grad[:10])
+    for gemm in (None, KernelGemm(), KernelGemm(backend="triton")):
+        given = [t.clone().requires_grad_() for t in (x, w)]
+        found = grouped_product(*given, groups, gemm)
+        found.backward(grad)
+        torch.testing.assert_close(found[:10], y)
+        assert found.shape[0] == rows and not found[10:].any() and not given[0].grad[10:].any()
+        torch.testing.assert_close(given[0].grad[:10], expected[0].grad)
+        torch.testing.assert_close(given[1].grad, expected[1].grad)
+    none = grouped_product(x[:0].clone(), w, DeviceGroups(torch.zeros(5, dtype=torch.int32)))
+    assert none.shape == (0, 8)
 
 
 def test_a_layer_multiplies_by_what_its_grid_says():
