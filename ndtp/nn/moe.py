@@ -134,11 +134,13 @@ class MoE(BlockModule):
                 hidden, shared, activation, False, layouts=self.layouts, name=f"{name}.shared", **shared_arguments
             )
         if shared and shared_gate:
-            self.shared_gate = Router(
-                hidden, 1, 1, tokens=self.in_layout, name=f"{name}.shared_gate", **shared_arguments
-            )
+            gate_name = f"{name}.shared_gate"
+            self.shared_gate = Router(hidden, 1, 1, tokens=self.in_layout, name=gate_name, **shared_arguments)
+        self._ways = self._to_experts_and_back()
+
+    def _to_experts_and_back(self) -> list[BoundaryWay]:
         into, out = (self.in_layout, self.plan.tokens), (self.plan.tokens, self.out_layout)
-        self._ways = [_way(*into, f"{name}.in"), _way(*out, f"{name}.out")]
+        return [_way(*into, f"{self.name}.in"), _way(*out, f"{self.name}.out")]
 
     def reset_parameters(self, seed: int | None = None) -> None:
         """Draw all parameters anew; the same values on every grid."""
