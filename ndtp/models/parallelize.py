@@ -123,7 +123,7 @@ def parallelize(
             an MLP) stays whole with each of its layers.
         expert_axis: the axes that split the experts of a transformer, as for `ndtp.nn.MoE`; "auto" chooses them where
             none are given.
-        expert_buffers: as `buffers` of `ndtp.nn.MoE`: with "worst-case" a step with experts can be captured.
+        expert_buffers: as `buffers` of `ndtp.nn.MoE`; "worst-case": experts read no number in the host.
         fuse: whether the products of an MLP run as one schedule, and the head with the loss in chunks of rows, where a
             whole model's code puts nothing between them that forbids it.
         strict: nothing to replace is an error.

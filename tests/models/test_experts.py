@@ -122,6 +122,14 @@ def test_models_equal_dense(ranks, tmp_path, monkeypatch, capsys):
     ranks(4).run(check_models, by_turns(cases, 3))
 
 
+def test_experts_in_buffers_of_one_size_equal_dense(ranks):
+    cases = [
+        ("Mixtral", Grid(e=2, x=2), {"scheme": "1d", "expert_buffers": "worst-case"}),
+        ("Qwen3Moe", Grid(x=2, y=2), {"scheme": "2d", "expert_axis": "y", "expert_buffers": "worst-case"}),
+    ]
+    ranks(4).run(check_models, cases)
+
+
 def check_planned_bytes():
     """What a layer more moves is what the planner says of attention and experts, and what two norms move."""
     for grid, over in ((Grid(z=2, x=2), ("x",)), (Grid(e=2, y=2), ("y", "e"))):
