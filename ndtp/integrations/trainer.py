@@ -72,6 +72,12 @@ class GridTrainerMixin:
             )
         on_one = mesh_of_model(model) if isinstance(model, nn.Module) else None
         self._ndtp_mesh: ProcessGrid | None = on_one if ndtp_grid is None else mesh_of(ndtp_grid)
+        if self._ndtp_mesh is not None and getattr(args, "precompute_ref_log_probs", False):
+            raise LayoutError(
+                f"Trainer: precompute_ref_log_probs=True has the ranks of {type(self).__name__} share a file by a name "
+                "that each makes of its own shards\n"
+                "  fix: precompute_ref_log_probs=False; the reference model runs beside the one that is trained"
+            )
         self._ndtp_how = ndtp_scheme, ndtp_options
         self._ndtp_proof: Proof | None = None
         self._ndtp_step: tuple[Any, Any] | None = None

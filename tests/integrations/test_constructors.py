@@ -66,6 +66,11 @@ def check_constructors(folder):
             OnGrid(llama(), None, args, None, None, ndtp_grid="x=2")
         with pytest.raises(ndtp.LayoutError, match="model='a/b' is a name"):
             Trainer("a/b", args, ndtp_grid="x=2")
+        args.precompute_ref_log_probs = True  # as of trl's DPO
+        with pytest.raises(
+            ndtp.LayoutError, match="precompute_ref_log_probs=True has the ranks of Trainer share a file"
+        ):
+            Trainer(llama(), args, ndtp_grid="x=2")
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
         assert accelerate.Accelerator(cpu=True).process_index == dist.get_rank()
         return drawn.tolist()
