@@ -68,7 +68,7 @@ def check_constructors(folder):
             Trainer("a/b", args, ndtp_grid="x=2")
         args.precompute_ref_log_probs = True  # as of trl's DPO
         with pytest.raises(
-            ndtp.LayoutError, match="precompute_ref_log_probs=True has the ranks of Trainer share a file"
+            ndtp.LayoutError, match="precompute_ref_log_probs=True has the ranks of Trainer"
         ):
             Trainer(llama(), args, ndtp_grid="x=2")
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
