@@ -49,6 +49,7 @@ from ndtp.runtime.grid_parts import full_of, part_of
 from ndtp.runtime.handed_out import is_sum, refuse_within_backward, set_aside
 from ndtp.runtime.of_turn import OfTurn
 from ndtp.runtime.process_grid import ProcessGrid
+from ndtp.runtime.wide_gradients import add_to_gradient
 
 BUCKET = 2**23  # elements that are summed in one collective, or those of one parameter
 
@@ -267,7 +268,7 @@ class PlainGradients:
                     continue
                 if parameter.grad is None:  # it came on other ranks alone
                     parameter.grad = torch.zeros_like(parameter)
-                local_of(parameter.grad).add_(total.view(parameter.shape))
+                add_to_gradient(parameter, total.view(parameter.shape))
         self._finish_split([(self._split[place][1], x) for place, x in came.items() if place in self._split])
 
     def _finish_split(self, came: list[tuple[Any, Tensor]]) -> None:
@@ -278,7 +279,7 @@ class PlainGradients:
             flat = torch.cat([x.reshape(-1) for _, x in mine])
             all_reduce([("parameters outside of layers", flat)], self.mesh, self.axes)
             for (parameter, x), total in zip(mine, flat.split([x.numel() for _, x in mine]), strict=True):
-                local_of(parameter.grad).add_(total.view(x.shape))
+                add_to_gradient(parameter, total.view(x.shape))
 
     def _buckets(self) -> Iterator[list[tuple[int, str, nn.Parameter]]]:
         """Parameters that are summed together, in the order of the model: of one dtype, on one device."""

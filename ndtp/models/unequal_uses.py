@@ -138,7 +138,7 @@ def reduce_on_all(mesh: ProcessGrid, conversation: Conversation) -> str:
 def _sum(
     name: str, leaf: nn.Parameter, form: Mapping[str, Any], mine: PartialSum | None, mesh: ProcessGrid
 ) -> PartialSum:
-    tensor = local_of(leaf).new_zeros(form["shape"]) if mine is None else mine.tensor
+    tensor = local_of(leaf).new_zeros(form["shape"]) if mine is None else mine.tensor.to(leaf.dtype)
     steps = [Step(kind, tuple(axes), *dims) for kind, axes, *dims in form["steps"]]
     move = Move(way_of(tensor, steps, mesh, name.partition(" ")[2], "wgrad", _KIND), tensor, hold=True)
     return PartialSum(leaf, 0, tensor, move)

@@ -7,7 +7,7 @@ from ndtp.nn.attention_dense import DenseAttention, KVCache
 from ndtp.nn.dropout import Dropout
 from ndtp.nn.embedding import Embedding
 from ndtp.nn.gated import GatedMLP
-from ndtp.nn.gradients import clip_grad_norm_, sum_plain_gradients
+from ndtp.nn.gradients import accumulate_in_fp32, clip_grad_norm_, sum_plain_gradients
 from ndtp.nn.linear import Linear
 from ndtp.nn.losses import CrossEntropy, LinearCrossEntropy, cross_entropy, linear_cross_entropy
 from ndtp.nn.mlp import MLP
@@ -29,6 +29,7 @@ __all__ = [
     "MoE",
     "RMSNorm",
     "Rotary",
+    "accumulate_in_fp32",
     "as_dense",
     "clip_grad_norm_",
     "cross_entropy",

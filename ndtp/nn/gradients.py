@@ -20,6 +20,7 @@ from ndtp.compute.gemm import LOW_PRECISION
 from ndtp.errors import GridError
 from ndtp.ops.gradients import all_reduce, joined_norms
 from ndtp.runtime.process_grid import ProcessGrid
+from ndtp.runtime.wide_gradients import WideGradient, wide_gradient_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -179,3 +180,18 @@ def sum_plain_gradients(model: nn.Module, mesh: ProcessGrid, axes: Sequence[str]
             left.setdefault(tuple(axis for axis in axes if axis not in summed), []).append((name, parameter.grad))
     for over, plain in left.items():
         all_reduce(plain, mesh, over)
+
+
+def accumulate_in_fp32(parameters: Iterable[nn.Parameter]) -> None:
+    """Let the gradients of 16-bit parameters add up in fp32 from now on, over several backwards.
+
+    `.grad` stays in the parameter's dtype and is the sum, rounded once; so are the sums that `mesh.accumulate()` holds
+    back.  Collectives move what they moved.  It takes 4 bytes for each element that this rank has, from the first
+    backward on.  Parameters of 32 bits and more are left as they are.
+
+    Source: `accumulate_allreduce_grads_in_fp32` of Megatron-LM.
+    """
+    for parameter in parameters:
+        is_narrow = parameter.is_floating_point() and parameter.itemsize < 4
+        if is_narrow and parameter.requires_grad and wide_gradient_of(parameter) is None:
+            WideGradient(parameter)

@@ -41,7 +41,7 @@ ADD = torch.ops.aten.add.Tensor
 OF_MEMORY = {"_dtensor", "ndtp_real", "ndtp_memories"}  # not of the object that has it
 # Hooks, and what stands for one, are not copied.
 KEPT = ("_dtensor", "ndtp_memories", "ndtp_summed_over", "ndtp_waiting", "ndtp_is_handed", "ndtp_hand_out",
-        "ndtp_set_aside")  # fmt: skip
+        "ndtp_set_aside", "ndtp_wide_gradient")  # fmt: skip
 
 
 class GridTensor(torch.Tensor):

@@ -21,7 +21,7 @@ from torch.autograd import Variable
 
 from ndtp.collectives.turns import TURN, staying
 from ndtp.runtime.arrival_numbers import ArrivalNumbers
-from ndtp.runtime.partial_sums import PartialSums
+from ndtp.runtime.partial_sums import PartialSums, rounded_dtype
 from ndtp.schedule.tasks import WINDOW
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class LateGradient:
         if not self.move.is_held or self._is_kept:
             return False
         if self.holder is not None and (earlier := self.sums.take(self.holder)) is not None:
-            self.move.add(earlier)
+            self.move.add(earlier, rounded_dtype(self.holder))
         self.move.release_hold().start()
         return True
 

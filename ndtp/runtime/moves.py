@@ -196,9 +196,10 @@ class Move:
         rest = Way(way.collectives, self.held_steps, way.op, way.phase, shape, part.dtype, kind=way.kind)
         return Move(rest, part, hold=True)
 
-    def add(self, other: Tensor) -> None:
-        """Add to what is held back."""
-        self.tensor = self.wait() + other
+    def add(self, other: Tensor, dtype: torch.dtype | None = None) -> None:
+        """Add to what is held back; the sum is rounded to `dtype`, if there is one."""
+        total = self.wait() + other
+        self.tensor = total if dtype is None else total.to(dtype)
 
     def take(self) -> Tensor:
         """`wait`, and keep no reference to the result: who gets it may be the only one to have it."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from ndtp.collectives.turns import staying
 from ndtp.runtime.joint_leaves import JointLeaves
 from ndtp.runtime.versions import version_of
+from ndtp.runtime.wide_gradients import sum_dtype
 from ndtp.schedule.tasks import LOOKAHEAD
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class PartialSums:
                 self.hold(leaf, number, part, move.rest_of(part))
             return
         earlier = self._sums.pop(id(holder), None)
-        total = gradient.to(holder.dtype)  # autocast multiplies in another
+        total = gradient.to(sum_dtype(holder))  # autocast multiplies in another
         if earlier is not None:
             total, number = total + earlier.tensor, earlier.number
         self._sums[id(holder)] = PartialSum(holder, number, total, move)
@@ -113,6 +114,12 @@ class PartialSums:
         self._expected.clear()
 
 
+def rounded_dtype(holder: Tensor | JointLeaves) -> torch.dtype | None:
+    """Return the dtype to which a sum is rounded before its all-reduce; None where it is kept in that."""
+    leaf = next(holder.wanted())[1] if isinstance(holder, JointLeaves) else holder
+    return leaf.dtype if sum_dtype(leaf) != leaf.dtype else None
+
+
 def _key_of(holder: Tensor | JointLeaves) -> Any:
     """Return what the same parameters have in each backward."""
     return tuple(id(leaf) for _, leaf in holder.wanted()) if isinstance(holder, JointLeaves) else id(holder)
@@ -124,7 +131,7 @@ def reduce_in_order(waiting: Sequence[PartialSum]) -> None:
     gradients.
     """
     for each in waiting:
-        each.move.resume(each.tensor)
+        each.move.resume(each.tensor.to(each.leaf.dtype))
     with staying():
         for i, each in enumerate(waiting):
             for following in waiting[i : i + LOOKAHEAD]:  # the second flies while the first is waited for

@@ -67,9 +67,7 @@ def check_constructors(folder):
         with pytest.raises(ndtp.LayoutError, match="model='a/b' is a name"):
             Trainer("a/b", args, ndtp_grid="x=2")
         args.precompute_ref_log_probs = True  # as of trl's DPO
-        with pytest.raises(
-            ndtp.LayoutError, match="precompute_ref_log_probs=True has the ranks of Trainer"
-        ):
+        with pytest.raises(ndtp.LayoutError, match="precompute_ref_log_probs=True has the ranks of Trainer"):
             Trainer(llama(), args, ndtp_grid="x=2")
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
         assert accelerate.Accelerator(cpu=True).process_index == dist.get_rank()
