@@ -312,7 +312,7 @@ class AnyModel(Placing):
                 self.replicate(module, name, self.frame.outside.dims[0], parts)  # type: ignore[arg-type]
                 if whole:
                     undivided = ", whose sizes no axis divides" * any(own[key].dim() > 1 for key in whole)
-                    of = type(module).__name__ + undivided * (not self.is_kept(name))
+                    of = type(module).__name__ + undivided * (self.count > 1 and not self.is_kept(name))
                     self.kept.setdefault(name, f"whole on every rank: {', '.join(whole)} of {of}")
 
     def _parts(self, name: str, module: nn.Module, own: dict[str, nn.Parameter]) -> dict[str, AsStored]:

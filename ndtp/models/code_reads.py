@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from ndtp.errors import LayoutError
 from ndtp.runtime.arrival import is_plain, local_of
 from ndtp.runtime.versions import refuse_changed, version_of
+from ndtp.split.tensor import SplitTensor
 
 # Of a tensor on the grid, of DTensor, and of a split tensor.
 OWN_ATTRIBUTES = {
@@ -160,7 +161,8 @@ class CodeReads:
             given: what the forward gave.
             left_out: kinds of tensors that do not know yet how they are made.
         """
-        found = [*self.read.values()] if self.read else []
+        # A split tensor that was computed in a parameter's place is nobody's to change.
+        found = [each for each in self.read.values() if not isinstance(each[0], SplitTensor)] if self.read else []
         for parameter, _ in found:
             self.take_back(parameter)
             self.take_attributes_back(parameter)

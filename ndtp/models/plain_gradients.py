@@ -89,7 +89,10 @@ class PlainGradients:
         made = PlainGradients(self.mesh, self.axes)
         memo[id(self)] = made
         for name, parameter in self._split.values():
-            made._watch_split(name, copy.deepcopy(parameter, memo))
+            copied = copy.deepcopy(parameter, memo)
+            made._watch_split(name, copied)
+            if hasattr(parameter, "ndtp_summed_over"):
+                copied.ndtp_summed_over = parameter.ndtp_summed_over
         for name, parameter in self._parameters:  # hooks of parameters are not copied with these
             made._watch_whole(name, copy.deepcopy(parameter, memo))
             if "ndtp_set_aside" in vars(parameter):
@@ -139,6 +142,8 @@ class PlainGradients:
         if self.axes:
             self._split[id(parameter)] = name, parameter
             parameter.ndtp_hand_out = partial(self._hand_out, parameter)
+            if vars(parameter).get("ndtp_is_handed"):  # code has computed with it before the first forward that has it
+                self._hand_out(parameter)
 
     def _watch_whole(self, name: str, parameter: Any) -> None:
         _hook_first(parameter, partial(self._take, len(self._parameters)))

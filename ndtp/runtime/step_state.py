@@ -72,6 +72,7 @@ class StepState:
         uses_differ: whether ranks used other weights before the last backward.
         watched: who compares the calls of the models of the grid.
         row_axes: the axes along which ranks have rows of their own, whose gradients are summed.
+        computed: the weights that code has computed, by the backward that came by, with what ranks compare of them.
         reduce_held: sums what any rank of the grid has held back; None: all ranks hold back the same.
     """
 
@@ -89,6 +90,7 @@ class StepState:
         self.uses_differ = False
         self.watched: WeakSet[Any] = WeakSet()
         self.row_axes: tuple[str, ...] = ()
+        self.computed: dict[int, list[tuple[str, Tensor]]] = {}
         self.reduce_held: Callable[[Any], None] | None = None
         self._accumulated: set[str] = set()
 

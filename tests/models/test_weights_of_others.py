@@ -143,3 +143,89 @@ def check_two_models():
 
 def test_a_model_that_computes_the_weight_of_another(ranks):
     ranks(2).run(check_two_models)
+
+
+class Parametrized(nn.Module):
+    """A layer whose weight is its own one beside a product of two, as adapters are put on."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(9, 2)), nn.Parameter(torch.randn(2, 7))
+
+    def forward(self, weight):
+        return weight + self.a @ self.b
+
+
+def chain():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 5)).double()
+
+
+def steps(model, rows, ranks, count=2):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(count):
+        x = torch.randn(8, 7, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        optimizer.zero_grad()
+        loss = model(rows(x)).square().mean() + 0.1 * sum(p.square().sum() for p in model.parameters())
+        (loss / ranks).backward()
+        optimizer.step()
+    return [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in model.parameters()]
+
+
+def check_put_on():
+    """Norms and adapters that are put on after the split: a penalty in the first step, and a copy of the model."""
+    mesh = mesh_of(Grid(dp=2))
+    mine = mesh.coordinate["dp"]
+    for put in (
+        lambda model: nn.utils.parametrizations.weight_norm(model[0]),
+        lambda model: nn.utils.parametrize.register_parametrization(model[0], "weight", Parametrized().double()),
+    ):
+        dense, model = chain(), ndtp.parallelize(chain(), mesh, example=torch.ones(2, 7).double())
+        for each in (dense, model):
+            torch.manual_seed(1)
+            put(each)
+        torch.testing.assert_close(steps(model, lambda x: x.chunk(2)[mine], 2), steps(dense, lambda x: x, 1))
+        dense, model = copy.deepcopy(dense), copy.deepcopy(model)
+        torch.testing.assert_close(steps(model, lambda x: x.chunk(2)[mine], 2), steps(dense, lambda x: x, 1))
+
+
+def test_what_is_put_on_beside_a_penalty_and_in_a_copy(ranks):
+    ranks(2).run(check_put_on)
+
+
+class Nearly(nn.Module):
+    """A layer whose weight is, by a thousandth, of the rows of a rank; or which is run again with a weight from before."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.layer, self.maker, self.head, self.how = nn.Linear(7, 9), nn.Linear(2, 63), nn.Linear(9, 5), how
+
+    def forward(self, x):
+        if self.how == "rows":
+            weight = self.layer.weight + 1e-3 * self.maker(x.mean(0)[:2]).view(9, 7)
+            return self.head(functional_call(self.layer, {"weight": weight}, (x,)))
+        weight = self.maker(torch.ones(2, dtype=x.dtype)).view(9, 7)
+        run = lambda x, weight: functional_call(self.layer, {"weight": weight}, (x,))  # noqa: E731
+        return self.head(torch.utils.checkpoint.checkpoint(run, x, weight, use_reentrant=True))
+
+
+def check_named():
+    mesh, x = mesh_of(Grid(dp=2)), torch.randn(8, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    mine = x.chunk(2)[mesh.coordinate["dp"]]
+    for how, said in (("rows", "ranks along dp have computed others"), ("again", r"\n  fix: checkpoint\(..., use_re")):
+        torch.manual_seed(0)
+        model = ndtp.parallelize(Nearly(how).double(), mesh, example=mine)
+        with pytest.raises(ndtp.LayoutError, match=said):
+            model(mine).square().sum().backward()
+    dense, model = chain(), ndtp.parallelize(chain(), mesh, example=mine)
+    found = []
+    for each, rows in ((model, mine), (dense, x)):
+        weight = each[0].weight * 1.5
+        y = functional_call(each[0], {"weight": weight}, (rows,))
+        grad = torch.autograd.grad(y.square().sum(), weight)[0]
+        found.append(grad.full_tensor() if hasattr(grad, "full_tensor") else grad)
+    torch.testing.assert_close(*found)
+
+
+def test_what_cannot_be_right_is_named_and_the_weight_itself_has_its_gradient(ranks):
+    ranks(2).run(check_named)
