@@ -194,7 +194,7 @@ def test_what_is_put_on_beside_a_penalty_and_in_a_copy(ranks):
 
 
 class Nearly(nn.Module):
-    """A layer whose weight is, by a thousandth, of the rows of a rank; or which is run again with a weight from before."""
+    """A layer whose weight is, by a thousandth, of a rank's rows; or which is run again with a weight from before."""
 
     def __init__(self, how):
         super().__init__()
