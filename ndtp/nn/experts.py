@@ -32,6 +32,10 @@ OVERFLOW = (
     "MoE '{}': a rank has more rows for the experts of another rank than buffers={} times the mean\n"
     "  fix: a greater factor, buffers='worst-case', or a router with a capacity, which drops choices"
 )
+TOKENS = (
+    "MoE '{}': ranks have other numbers of tokens, and buffers of one size follow from a rank's own\n"
+    "  fix: as many tokens on every rank, or buffers='exact'"
+)
 WHY = (
     "ndtp: a layer of experts runs eagerly between two graphs: how many rows go to whom are numbers of the batch, "
     "which no graph can hold. fix: leave out fullgraph=True"
@@ -147,6 +151,8 @@ class Experts(Sharded):
         weights = [weight if weight.dtype == x.dtype else local_shard(weight).to(x.dtype) for weight in weights]
         through = (weights, self.mesh, self.activation, self.is_gated, self.name)
         if self.buffer_kind != EXACT:
+            if kept is None and not x.is_meta:
+                torch._assert_async((table.sum(1) == wanted.numel()).all(), TOKENS.format(self.name))
             error = None if self.buffer_kind == WORST_CASE else OVERFLOW.format(self.name, self.buffer_kind)
             rooms = Rooms(wanted, counts, table, self._flows_of_rooms(wanted.numel()), error)
             return rooms.combined(experts(rooms.dispatched(x, top_k), rooms.flows, *through, rooms.arrival), gates)

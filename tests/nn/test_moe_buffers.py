@@ -162,3 +162,14 @@ def test_a_layer_on_a_grid_is_captured():
 def test_a_layer_whose_sizes_the_host_reads_is_not_captured():
     with RecordedCuda(), pytest.raises(CaptureError, match="cannot be captured as it is"):
         trained(partial(layer, Grid(x=1)), captures=True)
+
+
+def check_tokens():
+    mesh = ndtp.ProcessGrid(Grid(e=2))
+    moe = ndtp.nn.MoE(HIDDEN, INNER, EXPERTS, mesh=mesh, seed=0, buffers="worst-case", name="router")
+    with pytest.raises(RuntimeError, match=r"MoE 'router': ranks have other numbers of tokens.*\n  fix: as many"):
+        moe(torch.randn(8 - 2 * mesh.rank, HIDDEN))
+
+
+def test_other_numbers_of_tokens_are_named(ranks):
+    ranks(2).run(check_tokens)
