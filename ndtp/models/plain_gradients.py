@@ -142,8 +142,6 @@ class PlainGradients:
         if self.axes:
             self._split[id(parameter)] = name, parameter
             parameter.ndtp_hand_out = partial(self._hand_out, parameter)
-            if vars(parameter).get("ndtp_is_handed"):  # code has computed with it before the first forward that has it
-                self._hand_out(parameter)
 
     def _watch_whole(self, name: str, parameter: Any) -> None:
         _hook_first(parameter, partial(self._take, len(self._parameters)))
