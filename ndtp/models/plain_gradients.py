@@ -91,7 +91,7 @@ class PlainGradients:
         for name, parameter in self._split.values():
             copied = copy.deepcopy(parameter, memo)
             made._watch_split(name, copied)
-            if hasattr(parameter, "ndtp_summed_over"):
+            if hasattr(parameter, "ndtp_summed_over") and not is_plain(copied):
                 copied.ndtp_summed_over = parameter.ndtp_summed_over
         for name, parameter in self._parameters:  # hooks of parameters are not copied with these
             made._watch_whole(name, copy.deepcopy(parameter, memo))

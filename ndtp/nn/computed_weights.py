@@ -61,7 +61,7 @@ def as_computed(weight: Any, mesh: ProcessGrid, where: str) -> Any:
         return weight
     if not leaves and not is_summed:
         return weight  # of what is no part of a split model
-    if is_summed or any(vars(leaf).get("ndtp_is_read") for leaf in leaves):
+    if is_summed or any(own.get("ndtp_is_read") or own.get("ndtp_is_handed") for own in map(vars, leaves)):
         _hand_out(leaves, where)
     return _OfRanks.apply(weight, mesh, axes, where, leaves, is_summed)  # type: ignore[no-untyped-call]
 

@@ -74,7 +74,8 @@ class Experts(Sharded):
 
     Attributes:
         buffer_kind: the `buffers` that were given.
-        last_counts: of the last forward: how many rows each rank along `plan.count_axes` had for each expert.
+        last_counts: of the last forward: how many rows each rank along `plan.count_axes` had for each expert; none with
+            buffers of one size, whose numbers stay on the device.
     """
 
     def __init__(

@@ -161,13 +161,20 @@ def chain():
     return nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 5)).double()
 
 
-def steps(model, rows, ranks, count=2):
+def steps(model, rows, ranks, count=2, is_first=False):
+    """Train with a penalty of all parameters.
+
+    Args:
+        is_first: whether the penalty is computed before the forward.
+    """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(count):
         x = torch.randn(8, 7, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
         optimizer.zero_grad()
-        loss = model(rows(x)).square().mean() + 0.1 * sum(p.square().sum() for p in model.parameters())
-        (loss / ranks).backward()
+        of_forward = lambda x=x: model(rows(x)).square().mean()  # noqa: E731
+        of_weights = lambda: 0.1 * sum(p.square().sum() for p in model.parameters())  # noqa: E731
+        terms = [each() for each in ((of_weights, of_forward) if is_first else (of_forward, of_weights))]
+        (sum(terms) / ranks).backward()
         optimizer.step()
     return [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in model.parameters()]
 
@@ -187,6 +194,20 @@ def check_put_on():
         torch.testing.assert_close(steps(model, lambda x: x.chunk(2)[mine], 2), steps(dense, lambda x: x, 1))
         dense, model = copy.deepcopy(dense), copy.deepcopy(model)
         torch.testing.assert_close(steps(model, lambda x: x.chunk(2)[mine], 2), steps(dense, lambda x: x, 1))
+
+
+def check_penalty_first():
+    mesh = mesh_of(Grid(dp=2))
+    dense, model = chain(), ndtp.parallelize(chain(), mesh, example=torch.ones(2, 7).double())
+    for each in (dense, model):
+        nn.utils.parametrizations.weight_norm(each[0])
+    mine = mesh.coordinate["dp"]
+    found = steps(model, lambda x: x.chunk(2)[mine], 2, is_first=True)
+    torch.testing.assert_close(found, steps(dense, lambda x: x, 1, is_first=True))
+
+
+def test_a_penalty_before_the_first_forward_behind_a_norm(ranks):
+    ranks(2).run(check_penalty_first)
 
 
 def test_what_is_put_on_beside_a_penalty_and_in_a_copy(ranks):
