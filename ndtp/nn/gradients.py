@@ -187,7 +187,8 @@ def accumulate_in_fp32(parameters: Iterable[nn.Parameter]) -> None:
 
     `.grad` stays in the parameter's dtype and is the sum, rounded once; so are the sums that `mesh.accumulate()` holds
     back.  Collectives move what they moved.  It takes 4 bytes for each element that this rank has, from the first
-    backward on, and keeps a `.grad` that was set to None until the parameter's next one comes.  Parameters of 32 bits and more are left as they are.
+    backward on, and keeps a `.grad` that was set to None until the parameter's next one comes.  Parameters of 32 bits
+    and more are left as they are.
 
     Source: `accumulate_allreduce_grads_in_fp32` of Megatron-LM.
     """
