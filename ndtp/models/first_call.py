@@ -61,7 +61,7 @@ class FirstCall:
         @eagerly(WHY_EAGER)
         @wraps(theirs.forward)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if is_somebodys(self):
+            if "ndtp_waiting" not in vars(self) or is_somebodys(self):  # it is split: somebody kept this function
                 return theirs.forward(self, *args, **kwargs)
             self.ndtp_waiting.settle(args, kwargs)
             return type(self).forward(self, *args, **kwargs)  # somebody may have put this one into a function of theirs
@@ -87,6 +87,8 @@ class FirstCall:
             LayoutError: ranks have rows of their own, whose gradients nobody would sum.
         """
         model, mesh = self.split.model, self.split.mesh
+        if not is_plain(model.get_parameter(name)):
+            return  # of another model, too, which is split
         axes = mesh.grid.nontrivial(self.split.frame.outside.dims[0])
         fix = "parallelize(..., example=...), which splits it at once; or call the model itself first"
         said = (
@@ -109,6 +111,7 @@ class FirstCall:
             LayoutError: nothing can be split.
         """
         split, model = self.split, self.split.model
+        dense = [parameter for parameter in model.parameters() if is_plain(parameter)]
         model.__class__ = type(model).__mro__[2]
         if isinstance(entry := vars(model).get("forward"), OwnForward):
             model.forward = entry.own
@@ -125,7 +128,7 @@ class FirstCall:
                     split.place_by(seen)
                     finish(split, self.report, held, self.linears, self.strict)
         except BaseException:
-            if all(map(is_plain, model.parameters())):  # it is dense still, and can be called again
+            if all(map(is_plain, dense)):  # it is dense still, and can be called again
                 self.hooks[0].remove()
                 self.wait()
             raise
@@ -162,8 +165,15 @@ class OwnForward:
 
 
 def is_somebodys(model: nn.Module) -> bool:
-    """Return whether a model has the parameters of a tracer, or of a function that somebody called with it."""
-    return any(type(p) is not nn.Parameter for p in model.parameters())
+    """Return whether a model has the parameters of a tracer, or of a function that somebody called with it.
+
+    Those on the grid are of another split model, with which it shares them.
+    """
+    return any(type(p) is not nn.Parameter and not _is_on_grid(p) for p in model.parameters())
+
+
+def _is_on_grid(parameter: Any) -> bool:
+    return not is_plain(parameter) and isinstance(parameter, nn.Parameter)
 
 
 def _nothing(*_: Any) -> None:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd import _profiler_enabled
 
+from ndtp.collectives.handles import Route
 from ndtp.collectives.recorder import NOTHING, span
-from ndtp.runtime.moves import Cut, Move, Pieces, Way
+from ndtp.runtime.moves import Move, Pieces, Way
 from ndtp.schedule.tasks import RowChunks
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def clear(slot: int) -> Run:
 def start(slot: int, source: int, way: Way, place: Place | None, is_last_use: bool) -> Run:
     """Send a tensor off; one that is used no more is the collective's to hold."""
     collectives, leg = way.collectives, way.legs[0]
-    at_once = None if len(way.legs) > 1 or isinstance(leg, Cut) else leg
+    at_once = leg if len(way.legs) == 1 and isinstance(leg, Route) else None
 
     def run(slots: SlotList) -> None:
         out, x = None if place is None else place.of(slots), slots[source]
@@ -60,14 +61,8 @@ def start(slot: int, source: int, way: Way, place: Place | None, is_last_use: bo
     return run
 
 
-def wait(slot: int, place: Place | None) -> Run:
-    """Bring a tensor home, and to its place if it was not put there."""
-    if place is not None:
-
-        def wait_and_put(slots: SlotList) -> None:
-            slots[slot] = place.of(slots).copy_(slots[slot].wait())
-
-        return wait_and_put
+def wait(slot: int) -> Run:
+    """Bring a tensor home."""
 
     def run(slots: SlotList) -> None:
         slots[slot] = slots[slot].wait()

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from ndtp.collectives.handles import Route
 from ndtp.runtime import closures
 from ndtp.runtime.closures import Get, Run, SlotList
-from ndtp.runtime.moves import Cut, is_matrix
+from ndtp.runtime.moves import is_matrix
 from ndtp.runtime.slots import letters_of
 from ndtp.runtime.weight_gradients import WeightGradients
 
@@ -74,7 +75,7 @@ class Finishes(WeightGradients):
         is_between = (name == "C" and p < self.last) or (name == "dA" and p > 0)
         if moving is not None and is_between and moving.place is None and len(moving.way.legs) == 1:
             (leg,) = moving.way.legs
-            if not isinstance(leg, Cut) and leg.kind == "reduce_scatter" and self._fuses(p if name == "C" else p - 1):
+            if isinstance(leg, Route) and leg.kind == "reduce_scatter" and self._fuses(p if name == "C" else p - 1):
                 return
         self.wait(p, name, i)
 

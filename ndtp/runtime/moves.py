@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -27,23 +28,37 @@ class Cut(NamedTuple):
     start: int
     size: int
 
+    def of(self, tensor: Tensor) -> Tensor:
+        return tensor.narrow(*self)
+
+
+class Transposed:
+    """A step from a matrix to its transpose, which is a view."""
+
+    def of(self, tensor: Tensor) -> Tensor:
+        return tensor.mT
+
 
 class Way:
     """The steps of a tensor, bound to its shape.
 
     The operands and results of a product of matrices go by columns without a copy: an operand that is gathered along
     its last dim arrives as blocks of columns [p, rows, columns / p], and a result that is scattered along it leaves so.
+    Where no product takes blocks, the columns of a weight and of its gradient go as the rows of their transposes, whose
+    parts are in line as they come.
 
     Args:
         op: what errors and profiles call it, such as ("mlp.up", "A").
         phase: "forward", "dgrad" or "wgrad".
         shape: of the tensor before the first step, whole: not as blocks.
         part: which chunk of how many, such as "2/4", for profiles.
-        blocks: "arrive" or "leave" if the tensor does, where its last step or first step is such.
+        blocks: "arrive" or "leave" if the tensor does, where its last step or first step is such; "transpose" if its columns
+            go as rows.
         kind: for the wire; default: what `op` says, see `ndtp.algebra.wire.KINDS`.
 
     Attributes:
-        legs: cuts, and collectives; a step may take two of these.
+        legs: cuts, transposes and collectives; a step may take several of these.
+        last_route: the place of the last collective among the legs; -1 if there is none.
         shape: of the tensor after the last leg.
         is_coded: whether it travels by a codec, so that what arrives of this rank's own part is another than the part.
         feeds_back: whether what rounding takes from a gradient on its way is added to the next one.
@@ -66,7 +81,7 @@ class Way:
         self.collectives, self.steps, self.blocks = collectives, tuple(steps), blocks
         self.op, self.phase, self.kind = op, phase, kind
         grid, rank = collectives.groups.grid, collectives.groups.rank
-        legs: list[Cut | Route] = []
+        legs: list[Cut | Transposed | Route] = []
         for i, step in enumerate(steps):
             dim, ranks = step.dim or 0, grid.size(step.axes)
             if step.kind == "slice":
@@ -74,13 +89,22 @@ class Way:
                 shape = (*shape[:dim], cut.size, *shape[dim + 1 :])
                 legs.append(cut)
                 continue
+            if blocks == "transpose" and (gathers_columns(step) or scatters_columns(step)):
+                transposed = collectives.routes(
+                    replace(step, dim=0), op, phase, shape[::-1], dtype, part=part, kind=kind
+                )
+                legs += [Transposed(), *transposed, Transposed()]
+                shape = transposed[-1].shape[::-1]
+                continue
             leaves = blocks == "leave" and i == 0 and scatters_columns(step)
             arrives = blocks == "arrive" and i + 1 == len(steps) and gathers_columns(step)
             given = (ranks, shape[0], shape[1] // ranks) if leaves else shape
             legs += collectives.routes(step, op, phase, given, dtype, part=part, blocks=leaves or arrives, kind=kind)
             shape = legs[-1].shape  # type: ignore[union-attr]
         self.legs, self.shape = tuple(legs), shape
-        self.is_coded = any(not isinstance(leg, Cut) and leg.codec is not None for leg in legs)
+        routes = [(i, leg) for i, leg in enumerate(legs) if isinstance(leg, Route)]
+        self.last_route, self.takes_several = routes[-1][0] if routes else -1, len(routes) > 1
+        self.is_coded = any(leg.codec is not None for _, leg in routes)
         arrives = blocks == "arrive" and len(steps) == 1 and gathers_columns(steps[0])
         in_order = len(steps) == 1 and steps[0].kind == "all_gather" and (arrives or not steps[0].dim)
         self.gathers_in_order = in_order and not self.is_coded
@@ -89,7 +113,6 @@ class Way:
         last = legs[-1] if legs else None
         if isinstance(last, Route) and collectives.keeps(last) and (arrives or not steps[-1].dim):
             last.keeps_code = True
-        self.ends_by_collective = bool(legs) and not isinstance(legs[-1], Cut)
 
     def is_like(self, other: Way) -> bool:
         """Return whether a tensor that goes this way arrives as if it had gone the other way."""
@@ -97,7 +120,9 @@ class Way:
 
     def __str__(self) -> str:
         return ", ".join(
-            ["a copy" if isinstance(leg, Cut) else f"{leg.kind}[{' '.join(leg.axes)}]" for leg in self.legs]
+            f"{leg.kind}[{' '.join(leg.axes)}]" if isinstance(leg, Route) else "a copy"
+            for leg in self.legs
+            if not isinstance(leg, Transposed)
         )
 
     def start(self, tensor: Tensor, *, ahead: bool = False) -> Move:
@@ -107,7 +132,7 @@ class Way:
         """Return a tensor at the end of the way, where nothing is done meanwhile."""
         launch = self.collectives.launch
         for leg in self.legs:
-            tensor = tensor.narrow(*leg) if type(leg) is Cut else launch(leg, tensor).wait()  # type: ignore[arg-type]
+            tensor = launch(leg, tensor).wait() if isinstance(leg, Route) else leg.of(tensor)
         return tensor
 
 
@@ -115,7 +140,7 @@ class Move:
     """`start` sends a tensor off as far as it goes without waiting; `wait` brings it home.
 
     Args:
-        out: where the last leg puts its result, if it is a collective.
+        out: where the last leg puts its result.
         hold: stop before an all-reduce, until `release_hold`.
         ahead: it is started for a product yet to come.
         feed: what each of its collectives sends, see `ndtp.runtime.residuals`.
@@ -145,13 +170,13 @@ class Move:
             leg, tensor = legs[self._taken], self.tensor
             assert tensor is not None
             self._taken += 1
-            if isinstance(leg, Cut):
-                self.tensor = tensor.narrow(*leg)
+            out = self.out if self._taken == len(legs) else None
+            if not isinstance(leg, Route):
+                self.tensor = leg.of(tensor) if out is None else out.copy_(leg.of(tensor))
             else:
                 self.tensor = None  # the collective holds what it needs of it
                 if self.feed is not None:
                     tensor = self.feed(tensor, leg, self._taken)
-                out = self.out if self._taken == len(legs) else None
                 self.handle = self.way.collectives.launch(leg, tensor, out, self._ahead)
                 self._ahead = False  # further ones follow where it is waited for
         return self
@@ -166,7 +191,7 @@ class Move:
 
     def start_next(self) -> None:
         """Wait for the collective under way and start the next one, if there is one and it is not held back."""
-        if self.handle is not None and self._taken < len(self.way.legs):
+        if self.handle is not None and self._taken <= self.way.last_route:
             handle, self.handle = self.handle, None
             self.tensor = handle.wait()
             self.start()
@@ -182,7 +207,7 @@ class Move:
         if not self.hold or self._taken == len(self.way.legs):
             return False
         leg = self.way.legs[self._taken]
-        return not isinstance(leg, Cut) and leg.kind == "all_reduce" and not leg.follows
+        return isinstance(leg, Route) and leg.kind == "all_reduce" and not leg.follows
 
     @property
     def held_steps(self) -> tuple[Step, ...]:

@@ -14,7 +14,7 @@ from ndtp.algebra.steps import phase_of
 from ndtp.compute.gemm import ConjugateGemm
 from ndtp.runtime import closures
 from ndtp.runtime.closures import FIRST, Get, Place, Run
-from ndtp.runtime.moves import Way, blocks_of_result, is_matrix
+from ndtp.runtime.moves import Way, blocks_of_result, gathers_columns, is_matrix, scatters_columns
 from ndtp.schedule.tasks import Action, RowChunks, Task, Wanted
 
 if TYPE_CHECKING:
@@ -129,6 +129,14 @@ class Slots:
         is_whole = name == "dB" and not self.gemm.gradients_in_blocks
         return 1 if is_whole else blocks_of_result(self.stages[p].plan, name)
 
+    def is_transposed(self, p: int, name: str) -> bool:
+        """Return whether the columns of a weight or of its gradient go as rows of its transpose, to save copies of the
+        gathered weight: where they move, and no product takes them as blocks.
+        """
+        plan = self.stages[p].plan
+        moves = any(gathers_columns(step) or scatters_columns(step) for step in plan.relayouts[name])
+        return is_matrix(plan) and moves and not self.gemm.takes_blocks(self.dtype)
+
     def let_go(self, *slots: int | None) -> tuple[int, ...]:
         """Release slots that nothing stands for any more, and return these; what was passed in is the caller's."""
         needed = {*self.stored.values(), *self.tensors.values(), *self.side_by_side.values(), *self.begun.values()}
@@ -177,7 +185,9 @@ class Slots:
     def _way(self, p: int, name: str, i: int | None, source: int, has_place: bool) -> Way:
         plan, shape, blocks = self.stages[p].plan, self.shapes[source], ""
         if is_matrix(plan):
-            if name in ("A", "B", "dC"):
+            if name in ("B", "dB") and self.is_transposed(p, name):
+                blocks = "transpose"
+            elif name in ("A", "B", "dC"):
                 blocks = "arrive" if self.gemm.takes_blocks(self.dtype) and not has_place else ""
             elif len(shape) == 3:
                 blocks, shape = "leave", (shape[1], shape[0] * shape[2])
@@ -208,9 +218,9 @@ class Slots:
         moving = self.moving.pop((p, name, i), None)
         if moving is None:  # it did not have to go anywhere
             return
-        slot, way, place = moving
+        slot, way, _ = moving
         if way.legs:
-            self.runs.append(closures.wait(slot, None if way.ends_by_collective else place))
+            self.runs.append(closures.wait(slot))
         own = self.tensors.pop((p, name, i), None)
         self.tensors[p, name, i] = slot
         self.clear(self.let_go(own))

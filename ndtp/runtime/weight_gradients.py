@@ -59,8 +59,16 @@ class WeightGradients(Slots):
         size = shapes[cut][dim] // self.chunks
         shapes[cut] = (*shapes[cut][:dim], (stop - start) * size, *shapes[cut][dim + 1 :])
         gets[cut] = closures.get_part(slots[cut], dim, start * size, (stop - start) * size)
-        product = self.gemm.bound(letters_of(plan, "dB"), shapes["dC"], shapes["A"], blocks=blocks)
+        product = self._gradient(p, shapes["dC"], shapes["A"], blocks)
         return product, gets["dC"], gets["A"]
+
+    def _gradient(self, p: int, grad: Shape, a: Shape, blocks: int | None) -> Multiply:
+        """A product that gives dB, or rows of it; the transpose of dB is what lies in line where its columns go as rows."""
+        one, other, result = letters_of(self.stages[p].plan, "dB")
+        if not self.is_transposed(p, "dB"):
+            return self.gemm.bound((one, other, result), grad, a, blocks=blocks)
+        product = self.gemm.bound((one, other, result[::-1]), grad, a)
+        return lambda grad, a: product(grad, a).mT
 
     def multiply_piece(self, p: int, j: int) -> None:
         if j == 0:
@@ -149,27 +157,27 @@ class WeightGradients(Slots):
         """Start the next collective of a piece, or of the whole when this is the last piece."""
         is_cut = i is not None and self.cut_operands[p] is not None
         moving = self.moving.get((p, "dB", None))
-        if moving is not None and len(moving.way.legs) > 1 and (is_cut or i in (None, self.chunks - 1)):
+        if moving is not None and moving.way.takes_several and (is_cut or i in (None, self.chunks - 1)):
             self.runs.append(closures.start_next(moving.slot, i if is_cut else None))
 
     def advance(self, p: int, name: str, i: int | None) -> None:
         self.runs.append(closures.advance)
 
     def wgrad(self, p: int) -> int:
-        gemm, plan = self.gemm, self.stages[p].plan
-        blocks, letters = self.blocks_of(p, "dB"), letters_of(plan, "dB")
+        gemm, letters = self.gemm, letters_of(self.stages[p].plan, "dB")
+        blocks = self.blocks_of(p, "dB")
         first = blocks if blocks > 1 else None
         result = self.result_of(p, "dB", 1)
         a, grad = self.whole(p, "A"), self.whole(p, "dC")
         if a is not None and grad is not None:
-            product = gemm.bound(letters, self.shapes[grad], self.shapes[a], blocks=first)
+            product = self._gradient(p, self.shapes[grad], self.shapes[a], first)
             self.runs.append(closures.multiply(result, product, grad, a))
             return result
         grads, operands = (self.chunks_of(p, name) for name in ("dC", "A"))
         if not gemm.sums_parts(self.dtype):
             joint = [self._joint(chunks, self.rows[p].place(x)[0]) for chunks, x in ((grads, "dC"), (operands, "A"))]
             (grad_shape, joint_grad), (a_shape, joint_a) = joint
-            product = gemm.bound(letters, grad_shape, a_shape, blocks=first)
+            product = self._gradient(p, grad_shape, a_shape, first)
             self.runs.append(closures.multiply_joined(result, product, joint_grad, joint_a))
             return result
         products = [

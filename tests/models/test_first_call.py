@@ -159,6 +159,42 @@ class Images(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
+class Tower(nn.Module):
+    """A tower over a table that another one has, too: no inputs can be made up for it."""
+
+    def __init__(self, table: nn.Embedding) -> None:
+        super().__init__()
+        self.table = table
+        self.body = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.body(self.table(ids)).mean(1)
+
+
+def two_towers_with_one_table(grid):
+    """Both wait for their first calls; when the second one is called, the first one has put the table on the grid."""
+    table, ids = nn.Embedding(24, 32), torch.arange(40).view(8, 5) % 24
+    towers = nn.ModuleList([Tower(table), Tower(table)])
+    dense, mesh = copy.deepcopy(towers), mesh_of(grid)
+    own = ids.chunk(grid["dp"])[grid.index(mesh.rank, ("dp",))] if "dp" in grid else ids
+    for tower in towers:
+        ndtp.parallelize(tower, mesh, scheme="3d")
+    # Also of a step in which only the first one takes part: its table gets a gradient that is summed.
+    (towers[0](own).square().sum()).backward()
+    dense[0](ids).square().sum().backward()
+    for pair, rows in ((towers, own), (dense, ids)):
+        (pair[0](rows) * pair[1](rows.flip(1))).sum().backward()
+    for tower in towers:
+        assert "replaced 2 of 2 Linears" in str(tower.ndtp_report)
+    for (name, theirs), own_one in zip(dense.named_parameters(), towers.parameters(), strict=True):
+        torch.testing.assert_close(own_one.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("grid", [Grid(x=2), Grid(dp=2)], ids=str)
+def test_two_models_that_wait_may_share_a_parameter(ranks, grid):
+    ranks(2).run(two_towers_with_one_table, grid)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_inputs_are_made_up_in_the_dtype_of_the_parameters(dtype):
     assert observe(Images().to(dtype)) is not None
