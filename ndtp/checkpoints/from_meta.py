@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ndtp.algebra.layout import Layout
 from ndtp.checkpoints.pieces import Staged, whole_of
+from ndtp.compute.torch_calls import Arguments, Keywords
 from ndtp.errors import LayoutError
 from ndtp.models.state_entries import Entry, entries_of, mesh_of_model, meta_tensors, take_memory
 from ndtp.nn.linear import Linear
@@ -53,7 +54,7 @@ def materialise(model: nn.Module, device: Device = None) -> bool:
     return True
 
 
-def _with_own_values(model: nn.Module) -> Any:
+def _with_own_values(model: nn.Module) -> object:
     """The model of transformers, which knows how to fill each of its modules."""
     return next((m for m in model.modules() if hasattr(m, "_init_weights") and hasattr(m, "config")), None)
 
@@ -162,7 +163,9 @@ class _Draws(TorchDispatchMode):
         self.rank, self.seed = 0 if mesh is None else mesh.rank, seed
         self.entries = {_memory(e.local): e for e in entries}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
         kwargs = dict(kwargs or {})
         name = func.overloadpacket.__name__
         target = args[0] if args and isinstance(args[0], Tensor) else None

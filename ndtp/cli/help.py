@@ -7,6 +7,8 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
+from ndtp.compute.torch_calls import AutogradContext
+
 WIDE = 100  # columns, from which on Typer's table of options has room for their names
 
 
@@ -15,7 +17,7 @@ class _PlainWhereNarrow:
 
     rich_markup_mode: Any
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
+    def format_help(self, ctx: AutogradContext, formatter: Any) -> None:
         columns = shutil.get_terminal_size().columns
         if columns >= WIDE:
             return super().format_help(ctx, formatter)  # type: ignore[misc]

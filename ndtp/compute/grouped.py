@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from ndtp.compute.torch_calls import AutogradContext
 
 if TYPE_CHECKING:
     from ndtp_kernels import Options
@@ -65,7 +67,7 @@ class DeviceGroups:
 AnyGroups = Groups | DeviceGroups
 
 
-def grouped_product(x: Tensor, weights: Tensor, groups: AnyGroups | Sequence[int], gemm: Any = None) -> Tensor:
+def grouped_product(x: Tensor, weights: Tensor, groups: AnyGroups | Sequence[int], gemm: object = None) -> Tensor:
     """`y[i] = x[i] W_e^T` for the rows i of each expert e.
 
         x        [sum(sizes), K]     rows sorted by expert
@@ -96,13 +98,13 @@ def tally(x: Tensor, values: int) -> Tensor:
 
 class _Grouped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, groups: AnyGroups, gemm: TorchGrouped) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, weights: Tensor, groups: AnyGroups, gemm: TorchGrouped) -> Tensor:
         ctx.save_for_backward(x, weights)
         ctx.groups, ctx.gemm = groups, gemm
         return gemm.grouped(x, weights.mT, groups)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weights = ctx.saved_tensors
         wants_x, wants_weights, *_ = ctx.needs_input_grad
         grad = grad.contiguous()

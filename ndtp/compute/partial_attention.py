@@ -14,9 +14,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ndtp.compute.torch_calls import AutogradContext
 from ndtp.compute.traces import refuse_second
 
-_ops: Any = torch.ops.aten
+_ops = torch.ops.aten
 
 
 class Seen(Protocol):
@@ -130,7 +131,7 @@ def attend_backward(
     """Return the gradients of queries, and of these keys and values; `out` and `lse` are those of all keys."""
     if _has_kernel(q, v):
         bias = None if mask is None else _as_bias(mask, q)
-        found: Any = _ops._scaled_dot_product_flash_attention_for_cpu_backward(
+        found = _ops._scaled_dot_product_flash_attention_for_cpu_backward(
             *map(_in_rows, (grad, q, k, v, out)), lse.to(torch.promote_types(q.dtype, torch.float32)), 0.0,
             part.is_causal, attn_mask=bias, scale=scale,
         )  # fmt: skip
@@ -196,7 +197,7 @@ def _scores(q: Tensor, k: Tensor, scale: float, part: Seen, mask: Tensor | None)
 
 class _Causal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -> Tensor:
+    def forward(ctx: AutogradContext, q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -> Tensor:
         merged, parts = Merged(q, v.shape[-1]), _pieces_from(start, q, k)
         merged.see(q, k, v, parts, scale)
         out = merged.out.to(q.dtype)
@@ -205,7 +206,7 @@ class _Causal(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: AutogradContext, grad: Tensor) -> Any:
         refuse_second("attention of split sequences")
         q, k, v, out, lse = ctx.saved_tensors
         own = Gradients(grad, q, out, lse, ctx.scale)

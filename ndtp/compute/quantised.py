@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ndtp.compute.torch_calls import Arguments, Keywords, TorchFunction
+
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
 
 
@@ -72,7 +74,9 @@ class Quantised(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: TorchFunction, types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
         if func is torch.ops.aten.detach.default:  # what autograd saves
             x = args[0]
             return Quantised(x.payload, x.scales, x.dtype)

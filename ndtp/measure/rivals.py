@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+from ndtp.compute.torch_calls import AutogradContext
 
 
 def wait_until_there(*tensors: Tensor | None) -> None:
@@ -50,11 +51,11 @@ class CopyIn(torch.autograd.Function):
     """Megatron's f: forward nothing, backward an all-reduce over all ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: AutogradContext, grad: Tensor) -> Tensor:
         grad = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(grad)
         return grad
@@ -64,13 +65,13 @@ class SumOut(torch.autograd.Function):
     """Megatron's g: forward an all-reduce over all ranks, backward nothing."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, y: Tensor) -> Tensor:
         y = y.clone()
         dist.all_reduce(y)
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: AutogradContext, grad: Tensor) -> Tensor:
         return grad
 
 

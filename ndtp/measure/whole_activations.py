@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ndtp.compute.torch_calls import AutogradContext
 from ndtp.runtime.process_grid import ProcessGrid
 
 # torch 2.13 renamed these two.
@@ -86,7 +87,7 @@ class Whole3D(nn.Module):
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Whole3D) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Whole3D) -> Tensor:
         whole = layer.gathered()
         ctx.save_for_backward(x, whole)
         ctx.layer = layer
@@ -96,7 +97,7 @@ class _Product(torch.autograd.Function):
         return y if bias is None else y.add_(bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (x, whole), layer = ctx.saved_tensors, ctx.layer
         dx = grad @ whole
         work = dist.all_reduce(dx, group=layer.over_n, async_op=True) if layer.ranks[layer.n] > 1 else None

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ndtp.algebra.layout import Layout
+from ndtp.compute.torch_calls import Arguments, Keywords, TorchFunction
 from ndtp.errors import LayoutError
 from ndtp.nn.dropout import drop
 from ndtp.nn.padding import RowBlocks
@@ -40,7 +41,7 @@ ELEMENTWISE = (
     "add", "div", "divide", "eq", "ge", "gt", "le", "lt", "masked_fill", "maximum", "minimum", "mul", "multiply", "ne",
     "pow", "rsub", "sub", "subtract", "true_divide", "truediv", "view_as", "where",
 )  # fmt: skip
-PLACES: tuple[Any, ...] = (torch, F, torch._C._nn, Tensor)
+PLACES = (torch, F, torch._C._nn, Tensor)
 
 
 def _named(*names: str) -> set[Any]:
@@ -48,7 +49,7 @@ def _named(*names: str) -> set[Any]:
     return {getattr(place, form) for place in PLACES for form in forms if hasattr(place, form)}
 
 
-def getters(*names: str) -> set[Any]:
+def getters(*names: str) -> set[object]:
     return {getattr(Tensor, name).__get__ for name in names}
 
 
@@ -125,7 +126,9 @@ class Between(Tensor):
         )
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: TorchFunction, types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
         kwargs = kwargs or {}
         tensors = _tensors((*args, *kwargs.values()))
         mine = [tensor for tensor in tensors if type(tensor) is cls]
@@ -162,7 +165,7 @@ class Between(Tensor):
         return result if is_mixed else enter(result, passage)
 
 
-def is_dropout_off(func: Any, p: float = 0.5, *args: Any, **kwargs: Any) -> bool:
+def is_dropout_off(func: TorchFunction, p: float = 0.5, *args: object, **kwargs: object) -> bool:
     """Return whether one of `DROPOUTS` returns its input unchanged."""
     is_on = (*args, *kwargs.values(), True)[0]
     if not 0.0 <= p <= 1.0:
@@ -208,13 +211,13 @@ def _shard(x: Tensor, passage: PairPassage, width: int) -> Tensor:
     return relayout(rows, passage.outside, passage.layout, passage.mesh, f"{passage.came_from} gradient")
 
 
-def writes(func: Any) -> bool:
+def writes(func: object) -> bool:
     """Return whether a function of torch changes its first operand, by its name."""
     name = str(getattr(func, "__name__", ""))
     return name == "__setitem__" or name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 
 
-def _tensors(operands: Sequence[Any]) -> list[Any]:
+def _tensors(operands: Sequence[object]) -> list[Any]:
     found = []
     for operand in operands:
         if isinstance(operand, Tensor):
@@ -232,7 +235,9 @@ def _name(func: Any) -> str:
     return name.strip("_")
 
 
-def _dropout(func: Any, passage: PairPassage, x: Between, p: float = 0.5, *args: Any, **kwargs: Any) -> Between:
+def _dropout(
+    func: TorchFunction, passage: PairPassage, x: Between, p: float = 0.5, *args: object, **kwargs: object
+) -> Between:
     """`F.dropout` and `torch.dropout`, with this rank's part of one mask for the whole."""
     is_on, inplace = (*args, *kwargs.values(), False)[:2] if args or kwargs else (True, False)
     if not 0.0 <= p <= 1.0:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from ndtp.compute.torch_calls import Arguments, Keywords
 from ndtp.errors import LayoutError
 from ndtp.runtime.arrival import is_plain, local_of
 from ndtp.runtime.versions import refuse_changed, version_of
@@ -44,7 +45,7 @@ class StandIn(NamedTuple):
     has_grad: bool
 
 
-def wants_gradients(args: Any, kwargs: Any) -> bool:
+def wants_gradients(args: Arguments, kwargs: Keywords) -> bool:
     """Return whether a call gets a leaf that wants a gradient, or what was made of one, and gives it a graph."""
     return torch.is_grad_enabled() and any(
         isinstance(x, Tensor) and x.requires_grad and (x.is_leaf or _is_made_of_a_leaf(x))
@@ -84,7 +85,7 @@ class CodeReads:
     _stand_ins: dict[int, StandIn]  # for each the last one
     # By a parameter's id: it, the class and attributes of what stands for it (not the tensor, which may go), and what
     # these were.
-    _attributes: dict[int, list[tuple[Tensor, type, dict[str, Any], dict[str, Any]]]]
+    _attributes: dict[int, list[tuple[Tensor, type, dict[str, object], dict[str, object]]]]
 
     def note(self, parameter: Tensor, name: str) -> None:
         if self.read is None:
@@ -154,7 +155,7 @@ class CodeReads:
             place=plain.data_ptr(), version=plain._version, of_parameter=version_of(parameter)
         )
 
-    def watch(self, given: Any, left_out: type | tuple[type, ...] = ()) -> None:
+    def watch(self, given: object, left_out: type | tuple[type, ...] = ()) -> None:
         """End: what the forward gave refuses a backward behind other changes of what the code has read.
 
         Args:
@@ -175,7 +176,7 @@ class CodeReads:
                     x.grad_fn.register_prehook(partial(_refuse_changed, read))
 
 
-def _of_code(x: Tensor, kind: type) -> dict[str, Any]:
+def _of_code(x: Tensor, kind: type) -> dict[str, object]:
     """Return the attributes of a tensor that are of the model's code, and that a tensor of a class can have."""
     keys = [key for key in vars(x) if not key.startswith("ndtp_") and key not in OWN_ATTRIBUTES]
     return {key: vars(x)[key] for key in keys if _is_of_code(key, kind)} if keys else {}

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ndtp.compute.torch_calls import Arguments
 from ndtp.errors import GridError, LayoutError
 from ndtp.models.auto_whole import blocks_by_name
 from ndtp.models.dry_step import OfWholeBatches, usual_inputs
@@ -44,14 +45,14 @@ def is_installed() -> bool:
     return hasattr(transformers, "AutoConfig")
 
 
-def knows(config: Mapping[str, Any]) -> bool:
+def knows(config: Mapping[str, object]) -> bool:
     """Return whether transformers has this type of model."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     return config.get("model_type") in CONFIG_MAPPING_NAMES
 
 
-def count_config(config: Mapping[str, Any], what: str = "model config") -> CountedModel:
+def count_config(config: Mapping[str, object], what: str = "model config") -> CountedModel:
     """The blocks of the model that a `config.json` describes.
 
     Raises:
@@ -63,7 +64,7 @@ def count_config(config: Mapping[str, Any], what: str = "model config") -> Count
     return count(model, f"{type(model).__name__} of transformers {transformers.__version__}", what)
 
 
-def completed(config: Mapping[str, Any], what: str = "model config") -> Any:
+def completed(config: Mapping[str, object], what: str = "model config") -> Any:
     """Return transformers' object for a config, which has what the config leaves out.
 
     Raises:
@@ -158,7 +159,7 @@ def count(model: Any, kind: str, what: str = "model") -> CountedModel:
     return CountedModel(kind, counted, size + beside, size, named)
 
 
-def weights_of(model: Any, kind: str, what: str = "model") -> tuple[list[Found], dict[int, int]]:
+def weights_of(model: nn.Module, kind: str, what: str = "model") -> tuple[list[Found], dict[int, int]]:
     """The blocks of a model by the names of their modules, and of their weights (by `id`) the elements.
 
     Raises:
@@ -189,7 +190,7 @@ def weights_of(model: Any, kind: str, what: str = "model") -> tuple[list[Found],
     return found, planned
 
 
-def _on_the_same_rows(model: Any, found: list[Found], where: str) -> tuple[list[Found], list[str]]:
+def _on_the_same_rows(model: nn.Module, found: list[Found], where: str) -> tuple[list[Found], list[str]]:
     """The blocks that a step runs once each and on as many rows as the most of them; the modules of the others.
 
     A model of which those are a large part is none whose layers the planner can weigh on one number of rows.
@@ -222,7 +223,7 @@ def _is_weight(p: nn.Parameter, block: Block) -> bool:
     return p.dim() > 1 and (not block.experts or block.hidden in p.shape)
 
 
-def rows_by_name(model: Any) -> dict[str, list[int]]:
+def rows_by_name(model: nn.Module) -> dict[str, list[int]]:
     """The rows that each Linear gets in a call of the model, one number for each time that it runs; heads excepted.
 
     The model's own code tells, on tensors without memory.  Code that needs numbers does not run so, and tells nothing.
@@ -230,8 +231,8 @@ def rows_by_name(model: Any) -> dict[str, list[int]]:
     rows: dict[str, list[int]] = {}
     modules, head = dict(model.named_modules()), vocabulary_of(model, "get_output_embeddings")
 
-    def listen(name: str) -> Any:
-        def hook(_: nn.Module, args: Any) -> None:
+    def listen(name: str) -> object:
+        def hook(_: nn.Module, args: Arguments) -> None:
             if args and isinstance(args[0], Tensor):
                 rows.setdefault(name, []).append(args[0].numel() // max(1, args[0].shape[-1]))
 

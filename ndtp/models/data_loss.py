@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ndtp.algebra.layout import Layout
+from ndtp.compute.torch_calls import Arguments, Keywords
 from ndtp.errors import LayoutError
 from ndtp.models.frame import Frame
 from ndtp.models.loss_terms import Term, slopes, terms_of
@@ -33,7 +34,7 @@ class DataLoss:
     frame: Frame
     name: str
 
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
+    def __call__(self, model: nn.Module, args: Arguments, kwargs: Keywords, output: Any) -> Any:
         split, self.frame.split_losses = self.frame.split_losses, []
         named = dict(output) if isinstance(output, Mapping) else {}
         if isinstance(output, tuple):

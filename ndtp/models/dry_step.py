@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ndtp.algebra.volume import Volume
+from ndtp.compute.torch_calls import Arguments, Keywords, TorchFunction
 from ndtp.errors import LayoutError
 from ndtp.models.cached_results import forgotten_fake_results
 from ndtp.models.hidden import Hidden, leave
@@ -36,7 +37,9 @@ IMAGES = "pixel_values"
 class OfWholeBatches(TorchFunctionMode):
     """Answers where code asks for numbers that are not there: all is as it should be, there is no padding."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: TorchFunction, types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
         if func is Tensor.__bool__ and args[0].is_meta:
             return True
         if func is Tensor.__contains__ and args[0].is_meta:  # the token of padding among ids
@@ -54,7 +57,9 @@ class OfWholeBatches(TorchFunctionMode):
 class OfAnyDtype(TorchDispatchMode):
     """Gives grouped products their form in any dtype; torch's kernel for tensors without memory takes bf16 alone."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: TorchFunction, types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
         if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
             return func(*args, **(kwargs or {}))
         a, b, *rest = args
@@ -72,7 +77,7 @@ def _counted(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Te
     return x.new_empty(minlength) if weights is None else weights.new_empty(minlength)
 
 
-def step_volume(model: nn.Module, mesh: ProcessGrid, given: Mapping[str, Any]) -> Volume:
+def step_volume(model: nn.Module, mesh: ProcessGrid, given: Mapping[str, object]) -> Volume:
     """Bytes that a rank receives in forward and backward of a model that was split as a whole.
 
     Args:
@@ -114,7 +119,7 @@ def step_volume(model: nn.Module, mesh: ProcessGrid, given: Mapping[str, Any]) -
     return volume
 
 
-def end_of_step(out: Any) -> Tensor | None:
+def end_of_step(out: object) -> Tensor | None:
     """Return the tensor where backward begins: the loss, or the first result of a model that has none."""
     found = list(out.values()) if isinstance(out, Mapping) else list(out) if isinstance(out, (tuple, list)) else [out]
     wanted = [x for x in found if isinstance(x, Tensor) and x.requires_grad]
@@ -126,7 +131,7 @@ def end_of_step(out: Any) -> Tensor | None:
     return (leave(first) if isinstance(first, Hidden) else first).sum()
 
 
-def usual_inputs(model: Any, batch: int | None, sequence: int | None, target: int | None) -> dict[str, Tensor]:
+def usual_inputs(model: nn.Module, batch: int | None, sequence: int | None, target: int | None) -> dict[str, Tensor]:
     """Return the inputs that a stock model is trained with, without memory: ids or images, and labels.
 
     Raises:
@@ -159,7 +164,7 @@ def usual_inputs(model: Any, batch: int | None, sequence: int | None, target: in
     return {main: ids(batch, sequence)} | _labels(model, batch, (is_pair and target) or sequence, ids)
 
 
-def _labels(model: Any, batch: int, length: int | None, ids: Any) -> dict[str, Tensor]:
+def _labels(model: object, batch: int, length: int | None, ids: Any) -> dict[str, Tensor]:
     """Return labels by the name of the model's class: a place in the text, a class of each token, or a class of the
     whole.
     """

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ndtp.algebra.layout import Layout
 from ndtp.compute.constants import constant_on, inverse_on
+from ndtp.compute.torch_calls import Arguments, Keywords, TorchFunction
 from ndtp.errors import LayoutError
 from ndtp.models.between import DROPOUTS, FACTS, GRADIENTS, KNOWN, SIZES, is_dropout_off, is_in_backward, writes
 from ndtp.models.frame import Frame, Passage
@@ -82,7 +83,7 @@ class Hidden(Linked):
         return ShardForm(partial(enter, passage=self.passage), partial(_shard, passage=self.passage))
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> object:
         kwargs = in_torchs_words(func, kwargs)
         if WholeView in types:
             return NotImplemented  # it calls the function again with a plain tensor
@@ -220,12 +221,12 @@ def _elementwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     return alias(result, target, mine[0], mine[0].strides) if is_view else enter(result, target)
 
 
-def is_in_place(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def is_in_place(args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
     """Return whether a call is one of `F.relu(x, inplace=True)` or `F.relu(x, True)`."""
     return kwargs.get("inplace") is True or args[-1] is True
 
 
-def _lying_alike(operands: Sequence[Any]) -> Passage | None:
+def _lying_alike(operands: Sequence[object]) -> Passage | None:
     """Return how operands lie which are split alike, or numbers; None where there are any others."""
     passage = None
     for x in operands:
@@ -315,7 +316,7 @@ def for_every_row(x: Tensor, passage: Passage) -> Tensor | None:
     return x if x.dim() == 0 else brought(x, passage)
 
 
-def _dropout(func: Any, x: Hidden, p: float = 0.5, *args: Any, **kwargs: Any) -> Hidden:
+def _dropout(func: TorchFunction, x: Hidden, p: float = 0.5, *args: object, **kwargs: object) -> Hidden:
     """This rank's part of one mask for the whole."""
     inplace = (*args, *kwargs.values(), False, False)[1]
     if is_dropout_off(func, p, *args, **kwargs):
@@ -331,7 +332,7 @@ def _dropout(func: Any, x: Hidden, p: float = 0.5, *args: Any, **kwargs: Any) ->
     return enter(dropped, passage)
 
 
-def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
+def _on_whole(func: object, args: Any, kwargs: Any) -> Any:
     """Run a function as the dense model does, on whole tensors."""
     name = str(getattr(func, "__name__", func)).strip("_")
     for x in hidden_in((*args, *kwargs.values())):
@@ -339,7 +340,7 @@ def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
     return GatheredOperands(Hidden, _as_dense, _cut_like, leave, _view).run(func, args, kwargs)
 
 
-def _in_function(on_whole: Any, on_shards: Any, args: Any, kwargs: Any) -> Any:
+def _in_function(on_whole: Any, on_shards: Any, args: Arguments, kwargs: Keywords) -> object:
     """Run an `autograd.Function` of somebody else, on shards where a rule says that it acts element by element."""
     if not hidden_in((*args, *kwargs.values())):
         return NotImplemented
@@ -382,7 +383,7 @@ class _Gathered(Tie):
         return False
 
 
-def hidden_in(x: Any) -> list[Hidden]:
+def hidden_in(x: object) -> list[Hidden]:
     """Return the split activations among arguments, in their order."""
     found, waiting = list[Hidden](), [x]
     while waiting:

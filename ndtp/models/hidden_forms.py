@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ndtp.algebra.layout import Layout
+from ndtp.compute.torch_calls import TorchFunction
 from ndtp.models.frame import Passage
 from ndtp.models.hidden import FORMS, PARTS, RESHAPES, Hidden, alias, brought, enter, leave, like
 from ndtp.models.hidden_views import Expanded, Feature, PartOfFeatures, PickedRows, rows_picked, standing_for
@@ -28,7 +29,7 @@ from ndtp.split.hooked_gradients import edge_of
 from ndtp.split.whole_views import entered
 
 
-def _reshape(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _reshape(func: TorchFunction, x: Tensor, *args: Any, **kwargs: Any) -> object:
     """Reshape leading dims, where rows stay on their ranks."""
     if not isinstance(x, Hidden):
         return NotImplemented
@@ -45,7 +46,7 @@ def _reshape(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     return alias(leave(x), passage, x, made.stride())
 
 
-def _parts(func: Any, x: Tensor, size: Any, dim: int = 0) -> Any:
+def _parts(func: TorchFunction, x: Tensor, size: Any, dim: int = 0) -> Any:
     """Split features into parts, where each part is split over ranks by itself."""
     if not isinstance(x, Hidden) or dim not in (-1, x.dim() - 1) or x.passage.sections == 1:
         return NotImplemented
@@ -85,7 +86,7 @@ def _picked(x: Tensor, key: Any) -> Any:
     return standing_for(PickedRows(x, shard, version_of(x), ids, target), target, strides)
 
 
-def _set_item(x: Tensor, key: Any, value: Any) -> Any:
+def _set_item(x: Tensor, key: object, value: object) -> object:
     """`x[:, 0] += 1`: what is written to the rows that were picked has come to x, and is not to be put there again."""
     link = value.link if isinstance(value, Hidden) else None
     if not isinstance(x, Hidden) or not isinstance(link, PickedRows) or link.base is not x:
@@ -95,7 +96,7 @@ def _set_item(x: Tensor, key: Any, value: Any) -> Any:
     return None if is_same else NotImplemented
 
 
-def _expanded(x: Tensor, *sizes: Any) -> Any:
+def _expanded(x: Tensor, *sizes: object) -> object:
     if not isinstance(x, Hidden) or (found := expanded(leave(x), x.passage, *sizes)) is None:
         return NotImplemented
     shard, passage = found
@@ -104,12 +105,12 @@ def _expanded(x: Tensor, *sizes: Any) -> Any:
     return standing_for(Expanded(x, shard, version_of(x), sizes), passage)  # type: ignore[arg-type]
 
 
-def _joined(parts: Sequence[Tensor], dim: int = 0) -> Any:
+def _joined(parts: Sequence[Tensor], dim: int = 0) -> object:
     found = joined(parts, dim, brought)
     return NotImplemented if found is None else enter(*found)
 
 
-def _feature(x: Hidden, key: Any) -> Any:
+def _feature(x: Hidden, key: object) -> object:
     """`x[..., -1]`, one feature of all rows, on every rank: of its number no more is moved than of a row's."""
     passage, frame = x.passage, x.passage.frame
     *lead, last = key if isinstance(key, tuple) else (key,)
@@ -140,12 +141,12 @@ def _cross_entropy(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
-    size_average: Any = None,
+    size_average: object = None,
     ignore_index: int = -100,
-    reduce: Any = None,
+    reduce: object = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
-) -> Any:
+) -> object:
     """Compute the cross entropy of logits that stay split."""
     if not isinstance(logits, Hidden) or size_average is not None or reduce is not None:
         return NotImplemented

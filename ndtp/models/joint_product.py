@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ndtp.compute.torch_calls import AutogradContext
 from ndtp.runtime.joint_leaves import made_of
 
 
@@ -30,7 +31,7 @@ class Used:
         return self._task != torch._C._current_graph_task_id() or part in self._parts  # type: ignore[attr-defined]
 
 
-def side_by_side(parameters: Sequence[Any], shards: Sequence[Tensor], parts: int, dim: int, used: Used) -> Tensor:
+def side_by_side(parameters: Sequence[object], shards: Sequence[Tensor], parts: int, dim: int, used: Used) -> Tensor:
     """Features of several layers as those of one: each of `parts` parts of its result has some of all.
 
     Args:
@@ -58,14 +59,14 @@ def _in_parts(shards: Sequence[Tensor], parts: int, dim: int) -> Tensor:
 
 class _SideBySide(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parts: int, dim: int, used: Used, *shards: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, parts: int, dim: int, used: Used, *shards: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.parts, ctx.dim, ctx.used = parts, dim, used
         ctx.sizes = [shard.shape[dim] // parts for shard in shards]
         return _in_parts(shards, parts, dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: AutogradContext, grad: Tensor | None) -> tuple[Any, ...]:
         if grad is None:  # it waits for its sum
             return (None,) * (3 + len(ctx.sizes))
         dim, needs = ctx.dim, ctx.needs_input_grad[3:]
@@ -78,13 +79,13 @@ class _SideBySide(torch.autograd.Function):
 
 class _Parts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, widths: Sequence[int], used: Used) -> tuple[Tensor, ...]:
+    def forward(ctx: AutogradContext, y: Tensor, widths: Sequence[int], used: Used) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.widths, ctx.used, ctx.rows, ctx.like = widths, used, y.shape[0], y.new_empty(0)
         return tuple(part.clone(memory_format=torch.contiguous_format) for part in y.split(list(widths), dim=1))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, None, None]:
+    def backward(ctx: AutogradContext, *grads: Tensor | None) -> tuple[Any, None, None]:
         ctx.used.note(frozenset(i for i, g in enumerate(grads) if g is not None))
         if all(g is None for g in grads):
             return None, None, None

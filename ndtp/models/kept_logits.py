@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ndtp.compute.torch_calls import Arguments, Keywords
 from ndtp.models.seen_weights import with_weights
 from ndtp.runtime.arrival import local_of, wrapped
 from ndtp.runtime.versions import version_of
@@ -75,7 +76,7 @@ def _observe() -> None:
     register_optimizer_step_pre_hook(_before)  # type: ignore[no-untyped-call]
 
 
-def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before(optimizer: Optimizer, args: Arguments, kwargs: Keywords) -> None:
     if not _OPEN or torch.compiler.is_compiling():
         return
     changed = {id(p) for group in optimizer.param_groups for p in group["params"]}

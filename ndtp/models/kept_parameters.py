@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from ndtp.compute.torch_calls import Arguments, Keywords, TorchFunction
 from ndtp.runtime.facts import is_strided
 from ndtp.split.gathered_operands import root_of
 from ndtp.split.tensor import writes
@@ -27,7 +27,9 @@ class _Saving(TorchFunctionMode):
         self._of_memory = {root_of(p): p for p in parameters}
         self.saved: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: TorchFunction, types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
         kwargs = kwargs or {}
         given = (*args, *kwargs.values())
         if writes(func) or "out" in kwargs or any(x is True for x in given):  # `inplace=True`
@@ -36,7 +38,7 @@ class _Saving(TorchFunctionMode):
                     self._save(x)
         return func(*args, **kwargs)
 
-    def _save(self, x: Any) -> None:
+    def _save(self, x: object) -> None:
         if isinstance(x, Tensor):
             memory = root_of(x)
             p = self._of_memory.get(memory)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ndtp.collectives.labels import Label
+from ndtp.compute.torch_calls import Arguments, Keywords
 from ndtp.models.noted import Noted
 from ndtp.models.pending import Pending
 from ndtp.models.state_entries import mesh_of_model
@@ -110,7 +111,7 @@ class find_nonfinite:
     # ------------------------------------------------------------------------------------------------ while it runs
 
     def _before(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        def hook(module: nn.Module, args: Arguments, kwargs: Keywords) -> None:
             self._running.append(name)
             for x in _tensors((args, kwargs)):
                 if not name:
@@ -120,8 +121,8 @@ class find_nonfinite:
         hook.takes_shards = True  # type: ignore[attr-defined]
         return hook
 
-    def _after(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any, result: Any) -> None:
+    def _after(self, name: str) -> object:
+        def hook(module: nn.Module, args: Arguments, result: object) -> None:
             if self._running and self._running[-1] == name:
                 self._running.pop()
             for x in _tensors(result):
@@ -200,12 +201,12 @@ def _flag(x: Any) -> Tensor | None:
         return ~torch.isfinite(torch.linalg.vector_norm(x, float("inf")))
 
 
-def _is_finite(x: Any) -> bool:
+def _is_finite(x: object) -> bool:
     flag = _flag(x)
     return flag is None or not bool(flag)
 
 
-def _tensors(x: Any) -> Iterator[Tensor]:
+def _tensors(x: object) -> Iterator[Tensor]:
     """Yield the tensors in lists, mappings and a model's outputs, except those that are still to be computed."""
     if isinstance(x, Pending):
         x = x.result

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from ndtp.compute.torch_calls import Arguments, Keywords, TorchFunction
 from ndtp.models.between import DROPOUTS, KNOWN
 from ndtp.models.hidden import PARTS, is_dropout_off
 from ndtp.models.observed_chains import TURNS
@@ -80,7 +81,9 @@ class Noted(SplitTensor):
     strides = property(lambda self: self.now().strides)  # type: ignore[assignment]
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: TorchFunction, types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
         kwargs = in_torchs_words(func, kwargs)
         if func in SHAPE or func in SIZES:
             return func(args[0].sample, *args[1:], **kwargs)
@@ -123,7 +126,7 @@ class Noted(SplitTensor):
         return type(self) is Noted and self.call.values is None
 
     @property
-    def operands(self) -> tuple[Any, ...]:
+    def operands(self) -> Arguments:
         return self.args
 
     def formula(self, leaves: Mapping[Any, Tensor], seen: dict[int, Tensor] | None = None) -> Tensor:
@@ -157,24 +160,24 @@ def noted_result(call: NotedCall, member: ObservedLinear, lead: Sequence[int]) -
     return _made(call, form, leaf=(index, None), key=("leaf", index, None), is_same=True)
 
 
-def _made(call: NotedCall, form: Tensor, **attributes: Any) -> Noted:
+def _made(call: NotedCall, form: Tensor, **attributes: object) -> Noted:
     weights = [p for p in call._weights() if p.requires_grad][:1]
     source, name = call.source, call.members[0].name
     with torch._C.DisableTorchFunctionSubclass(), torch.set_grad_enabled(call.state[0]):
-        x: Any = NotComputed.apply(source.view_as(source), form.dtype, tuple(form.shape), name, *weights)  # type: ignore[no-untyped-call]
+        x = NotComputed.apply(source.view_as(source), form.dtype, tuple(form.shape), name, *weights)  # type: ignore[no-untyped-call]
     x.__class__ = Noted
     x.call, x.sample = call, form
-    bare: dict[str, Any] = {"leaf": None, "func": None, "args": (), "kwargs": {}, "is_turned": False}
+    bare: dict[str, object] = {"leaf": None, "func": None, "args": (), "kwargs": {}, "is_turned": False}
     for name, value in {**bare, **attributes}.items():
         setattr(x, name, value)
     return x  # type: ignore[no-any-return]
 
 
-def _noted_in(x: Any) -> Iterator[Noted]:
+def _noted_in(x: object) -> Iterator[Noted]:
     return (each for each in tree_leaves(x) if isinstance(each, Noted))
 
 
-def settle(results: Any) -> None:
+def settle(results: object) -> None:
     """Compute what a model gives, unless it is what its loss was made of."""
     for x in _noted_in(results):
         if not (x.is_open and x.call.feeds_loss):
@@ -184,7 +187,7 @@ def settle(results: Any) -> None:
 # ------------------------------------------------------------------------------------------------------------- noting
 
 
-def _noted(func: Any, args: Any, kwargs: Any) -> Any:
+def _noted(func: TorchFunction, args: Arguments, kwargs: Keywords) -> object:
     """Return the formula after one more operation, where nothing is to be computed for it."""
     mine = [x for x in (*args, *kwargs.values()) if isinstance(x, Noted)]
     if not mine or any(x.call is not mine[0].call or not x.is_open for x in mine) or not mine[0].call.is_now:
@@ -224,7 +227,7 @@ def _noted(func: Any, args: Any, kwargs: Any) -> Any:
     )  # fmt: skip
 
 
-def _turned(x: Noted, func: Any, args: Any, kwargs: Any) -> Any:
+def _turned(x: Noted, func: TorchFunction, args: Arguments, kwargs: Keywords) -> object:
     """Features as the second dim, and all others in their order."""
     if x.sample.dim() < 3:
         return NotImplemented
@@ -236,21 +239,21 @@ def _turned(x: Noted, func: Any, args: Any, kwargs: Any) -> Any:
     )
 
 
-def _is_of_rows(key: Any) -> bool:
+def _is_of_rows(key: object) -> bool:
     keys = key if isinstance(key, tuple) else (key,)
     return all(k is None or k is Ellipsis or isinstance(k, slice) or type(k) is int for k in keys)
 
 
-def _key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _key(func: TorchFunction, args: Arguments, kwargs: Keywords) -> object:
     parts: list[Any] = [func]
     for name, x in (*enumerate(args), *sorted(kwargs.items())):
         parts.append((name, x.key if isinstance(x, Noted) else (type(x), repr(x))))
     return tuple(parts)
 
 
-def _parts(x: Noted, func: Any, args: Any, kwargs: Any) -> Any:
+def _parts(x: Noted, func: TorchFunction, args: Arguments, kwargs: Keywords) -> Any:
     """Gate and up of one layer."""
-    member: Any = x.call.members[x.leaf[0]] if x.leaf is not None else None
+    member = x.call.members[x.leaf[0]] if x.leaf is not None else None
     if member is None or x.leaf[1] is not None:  # type: ignore[index]
         return NotImplemented
     is_one = not member.sections and member.plan.out.num_splits(1) == 1 and member.out_width == member.real_out

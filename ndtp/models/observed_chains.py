@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from ndtp.compute.torch_calls import Arguments, TorchFunction
 from ndtp.models.between import DROPOUTS, KNOWN
 from ndtp.models.roles import features
 
@@ -52,7 +52,7 @@ class Chains:
             self.chains.append((ups, name))
         self.made_of[id(out)], self.rows_of[id(out)] = (name,), name
 
-    def follow(self, func: Any, args: Sequence[Any], given: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+    def follow(self, func: TorchFunction, args: Arguments, given: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
         """Note what a function makes of tensors."""
         first = given[0]
         if func is F.cross_entropy:
@@ -69,7 +69,7 @@ class Chains:
         if is_form or is_turn:
             self.rows_of[id(outs[0])] = name
 
-    def end(self, results: Any, model: nn.Module) -> None:
+    def end(self, results: object, model: nn.Module) -> None:
         """Note what the model gives: a layer of more features than it takes may be a head, whose loss comes later."""
         for name in {self.rows_of.get(id(x)) for x in tree_leaves(results)} - {None}:
             inside, outside = features(model.get_submodule(name))  # type: ignore[arg-type]

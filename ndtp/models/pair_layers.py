@@ -10,6 +10,7 @@ from torch import nn
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.algebra.schemes import BlockLayouts
+from ndtp.compute.torch_calls import Keywords
 from ndtp.errors import LayoutError
 from ndtp.models.adopted import class_of
 from ndtp.models.boundary import Boundary, BoundaryLinear
@@ -55,7 +56,7 @@ def replace_named(
     single: Mapping[str, Sequence[Layout]],
     report: Report,
     pad: bool,
-    options: Mapping[str, Any],
+    options: Keywords,
 ) -> None:
     """Replace the layers that a plan names, pairs and single ones by their layouts; all others stay as they are.
 
@@ -81,7 +82,7 @@ def _replace_pair(
     report: Report,
     pad: bool,
     plans: tuple[MatMulPlan, MatMulPlan],
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
 ) -> None:
     up, down = plans
     # Rows that every activation splits and no weight uses are data parallel; they stay split outside.
@@ -104,7 +105,7 @@ def _replace_one(
     mesh: ProcessGrid,
     report: Report,
     pad: bool,
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
 ) -> None:
     dense = dict(model.named_modules()).get(name)
     if type(dense) is not nn.Linear:
@@ -127,7 +128,7 @@ def _boundary_linear(
     mesh: ProcessGrid,
     pad: bool | tuple[int, int],
     boundary: Boundary,
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
 ) -> BoundaryLinear:
     layer = BoundaryLinear.from_dense(
         dense, mesh=mesh, in_layout=plan.a, weight_layout=plan.b, out_layout=plan.out,

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.relayouts import RelayoutPlan
+from ndtp.compute.torch_calls import Arguments, Keywords, TorchFunction
 from ndtp.models.adopted import Adopted, adopt
 from ndtp.models.between import DROPOUTS, FACTS, KNOWN, SIZES
 from ndtp.models.frame import Frame, Passage
@@ -49,7 +50,9 @@ class Patches(Tensor):
     states: Hidden
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: TorchFunction, types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if not isinstance(args[0], Patches):
             return func(*map(_channels_first, args), **{name: _channels_first(x) for name, x in kwargs.items()})
@@ -80,7 +83,7 @@ def patches(states: Hidden) -> Tensor:
     return x
 
 
-def _channels_first(x: Any) -> Any:
+def _channels_first(x: object) -> object:
     """Whole, where it is split."""
     if not isinstance(x, Patches):
         return x

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ndtp.compute.torch_calls import Arguments, AutogradContext, Keywords, TorchFunction
 from ndtp.errors import LayoutError
 from ndtp.models.between import DROPOUTS, KNOWN, SIZES, getters, is_dropout_off, writes
 from ndtp.models.hidden import PARTS, RESHAPES, Hidden, for_every_row, leave
@@ -66,7 +67,7 @@ class Pending(Hidden):
     version: tuple[int, int]
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> object:
         kwargs = in_torchs_words(func, kwargs)
         if func in STATIC:
             return super().__torch_function__(func, types, args, kwargs)
@@ -100,7 +101,7 @@ class Pending(Hidden):
             return False
         return self.func in KNOWN or all(x.is_unwritten for x in self.args if isinstance(x, Pending))
 
-    def as_noted(self) -> Any:
+    def as_noted(self) -> object:
         """Return what it was when other formulas were noted of it, whatever was written to it since."""
         if self.is_unwritten:
             return self.now()
@@ -133,7 +134,7 @@ def pending(call: Call, member: Projection) -> Pending:
     return _made(call, member.passage(call.source.passage), call.dtype, leaf=(index, None), key=("leaf", index, None))
 
 
-def _made(call: Call, passage: Passage, dtype: torch.dtype, **attributes: Any) -> Pending:
+def _made(call: Call, passage: Passage, dtype: torch.dtype, **attributes: object) -> Pending:
     shape = (passage.rows // passage.layout.num_splits(0), passage.width // passage.layout.num_splits(1))
     with torch._C.DisableTorchFunctionSubclass():
         x: Any
@@ -145,7 +146,7 @@ def _made(call: Call, passage: Passage, dtype: torch.dtype, **attributes: Any) -
             x = call.source.new_full((), torch.nan, dtype=dtype).expand(shape)
     x.__class__ = Pending
     x.passage, x.call, x.result = passage, call, None
-    defaults: dict[str, Any] = {"leaf": None, "func": None, "args": (), "kwargs": {}, "operands": (), "rows": None}
+    defaults: dict[str, object] = {"leaf": None, "func": None, "args": (), "kwargs": {}, "operands": (), "rows": None}
     for name, value in {**defaults, **attributes}.items():
         setattr(x, name, value)
     return x  # type: ignore[no-any-return]
@@ -155,12 +156,14 @@ class NotComputed(torch.autograd.Function):
     """The memory that code sees when it looks past torch's functions: it has no numbers and no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, shape: Sequence[int], name: str, *weights: Any) -> Tensor:
+    def forward(
+        ctx: AutogradContext, x: Tensor, dtype: torch.dtype, shape: Sequence[int], name: str, *weights: Any
+    ) -> Tensor:
         ctx.name = name
         return x.new_full((), torch.nan, dtype=dtype).expand(shape)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: AutogradContext, *grads: Any) -> Any:
         raise LayoutError(
             f"'{ctx.name}': an autograd.Function took what it gives, which is not computed until a function of torch "
             "asks for it\n  fix: parallelize(..., fuse=False)"
@@ -171,18 +174,18 @@ def _part(x: Hidden, part: int | None) -> Hidden:
     return x if part is None else x.chunk(x.passage.sections, dim=-1)[part]  # type: ignore[return-value]
 
 
-def _now(x: Any) -> Any:
+def _now(x: object) -> Any:
     return mapped(x, Pending.now, Pending)
 
 
-def _as_noted(x: Any) -> Any:
+def _as_noted(x: object) -> Any:
     return mapped(x, Pending.as_noted, Pending)
 
 
 # ------------------------------------------------------------------------------------------------------------- noting
 
 
-def _noted(func: Any, args: Any, kwargs: Any) -> Any:
+def _noted(func: TorchFunction, args: Arguments, kwargs: Keywords) -> object:
     """Return the formula after one more operation, where nothing is to be computed for it."""
     mine = [x for x in (*args, *kwargs.values()) if isinstance(x, Pending)]
     # Elsewhere than where it was called for: under `no_grad`, or in an autograd.Function.
@@ -241,7 +244,7 @@ def _elementwise(func: Any, mine: Sequence[Pending], args: Any, kwargs: Any) -> 
     )  # fmt: skip
 
 
-def _tried(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], passage: Passage) -> torch.dtype | None:
+def _tried(func: TorchFunction, args: Arguments, kwargs: Keywords, passage: Passage) -> torch.dtype | None:
     """Return the dtype of what a function gives, by a trial without numbers; None for other sizes than its input's."""
     meta = lambda x: torch.empty(passage.shape, dtype=x.dtype, device="meta") if isinstance(x, Pending) else x  # noqa: E731
     bare = lambda x: x.to("meta") if isinstance(x, Tensor) and not x.is_meta else x  # noqa: E731
@@ -249,7 +252,7 @@ def _tried(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], passage: P
     return trial.dtype if isinstance(trial, Tensor) and tuple(trial.shape) == passage.shape else None
 
 
-def _key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _key(func: TorchFunction, args: Arguments, kwargs: Keywords) -> object:
     parts: list[Any] = [func]
     for name, x in (*enumerate(args), *sorted(kwargs.items())):
         if isinstance(x, Tensor) and (not isinstance(x, Pending) or x.key is None):
@@ -258,13 +261,15 @@ def _key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return tuple(parts)
 
 
-def _like(x: Pending, passage: Passage, func: Any, args: Any, kwargs: Any, **changes: Any) -> Pending:
+def _like(
+    x: Pending, passage: Passage, func: TorchFunction, args: Arguments, kwargs: Keywords, **changes: object
+) -> Pending:
     """Return a pending tensor with the same numbers in another form."""
     same = {"operands": (x,), "rows": x.rows, "key": x.key, "func": func, "args": args, "kwargs": kwargs}
     return _made(x.call, passage, x.dtype, **{**same, **changes})
 
 
-def _reshaped(func: Any, args: Any, kwargs: Any) -> Any:
+def _reshaped(func: TorchFunction, args: Arguments, kwargs: Keywords) -> object:
     x: Pending = args[0]
     shape = tuple(func(torch.empty(x.passage.shape, device="meta"), *args[1:], **kwargs).shape)
     if len(shape) < 2 or shape[-1] != x.passage.features:
@@ -284,7 +289,7 @@ def _picked(func: Any, args: Any) -> Any:
     return _like(x, replace(x.passage, lead=lead), func, args, {}, rows=rows)
 
 
-def _parts(func: Any, args: Any, kwargs: Any) -> Any:
+def _parts(func: TorchFunction, args: Arguments, kwargs: Keywords) -> Any:
     """Gate and up of one projection."""
     x: Pending = args[0]
     passage, count = x.passage, x.passage.sections

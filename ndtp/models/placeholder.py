@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from ndtp.compute.torch_calls import Arguments, Keywords, TorchFunction
 from ndtp.errors import LayoutError
 from ndtp.models.between import DROPOUTS, FACTS, SIZES
 from ndtp.models.hidden import Hidden
@@ -19,7 +18,9 @@ class Placeholder(Tensor):
     seen: tuple[int, ...]
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: TorchFunction, types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
         if func in FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -31,7 +32,7 @@ class Placeholder(Tensor):
             given = [x.source if isinstance(x, Placeholder) else x for x in args]
             return func(*given, **(kwargs or {}))
         name = str(getattr(func, "__name__", func)).strip("_")
-        mine: Any = next(x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Placeholder))
+        mine = next(x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Placeholder))
         if mine.is_added_to(args):
             return func(*[x.source if isinstance(x, Placeholder) else x for x in args], **(kwargs or {}))
         lies = mine.source.passage if isinstance(mine.source, Hidden) else tuple(mine.source.shape)
@@ -41,7 +42,7 @@ class Placeholder(Tensor):
             "put on since, parallelize(model) once more"
         )
 
-    def is_added_to(self, args: Any) -> bool:
+    def is_added_to(self, args: Arguments) -> bool:
         """Return whether hidden states with whole rows meet what has their sizes: what the module gives."""
         others = [x for x in args if isinstance(x, Tensor) and not isinstance(x, Placeholder)]
         return len(others) > 0 and all(x.shape == self.source.shape for x in others)

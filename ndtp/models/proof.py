@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path
 
+from ndtp.compute.torch_calls import Arguments, Keywords, TorchFunction
 from ndtp.models.attention_inputs import BIASES, HIDDEN, PASSED, is_batched, kv_heads_of
 from ndtp.models.between import DROPOUTS, FACTS, SIZES
 from ndtp.models.fused_order import heads_in_order
@@ -43,7 +44,9 @@ class Unread(Placeholder):
     """Hidden states of a trial: to be projected, nothing else."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: TorchFunction, types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
         if func in FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -300,7 +303,7 @@ def _run(
         projected.add(str(found))
         return _run(tried, call, share, drawn)
     if role.inside and not isinstance(result, (tuple, list)):
-        rest: Sequence[Any] = ()
+        rest: Sequence[object] = ()
     else:
         context, *rest = result if isinstance(result, (tuple, list)) else (result,)
         trial.given += [] if role.inside else [context]
@@ -333,10 +336,10 @@ def _stub(code: nn.Module, tried: Tried, trial: Trial) -> None:
     role, share = tried.role, trial.share
     sizes = {"q": role.heads * role.head_dim, "qkv": (role.heads + 2 * role.kv_heads) * role.head_dim}
     for kind, name in role.inputs.items():
-        layer: Any = code.get_submodule(_own(role, name))
+        layer = code.get_submodule(_own(role, name))
         layer.forward = trial.projected(kind, sizes.get(kind, role.kv_heads * role.head_dim))
     if role.inside:
-        last: Any = code.get_submodule(_own(role, role.output))
+        last = code.get_submodule(_own(role, role.output))
         last.forward = trial.led_back
     for name, found in tried.others:
         child: Any = code.get_submodule(name)
@@ -350,7 +353,7 @@ def _stub(code: nn.Module, tried: Tried, trial: Trial) -> None:
 def _usual_call(role: AttentionRole, module: nn.Module, hidden: int) -> SeenCall:
     """Return the call of a module that no trial of its model reached: the call of others of its kind."""
     takes = inspect.signature(type(module).forward).parameters
-    given: dict[str, Any] = {}
+    given: dict[str, object] = {}
     batch, length = 3 if role.heads == 2 else 2, 6
     for i, (name, parameter) in enumerate(list(takes.items())[1:]):
         if i == 0 or name in HIDDEN:

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
+from ndtp.compute.torch_calls import Arguments, Keywords, TorchFunction
 from ndtp.models.between import FACTS, SIZES
 from ndtp.models.kept_random import random_kept
 from ndtp.models.part_settings import PartSettings
@@ -56,7 +57,9 @@ class Rehearsal:
 class Invented(TorchFunctionMode):
     """A mode in which functions of tensors without memory give random results."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: TorchFunction, types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
         kwargs = kwargs or {}
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if func in SIZES or func in FACTS or not any(x.is_meta for x in given) or all(x.is_meta for x in given):
@@ -66,7 +69,7 @@ class Invented(TorchFunctionMode):
             return tree_map(_made_up, func(*tree_map(bare, args), **tree_map(bare, kwargs)))
 
 
-def _made_up(x: Any) -> Any:
+def _made_up(x: Tensor) -> Any:
     if not isinstance(x, Tensor) or not x.is_meta:
         return x
     return torch.randn(x.shape).to(x.dtype) if x.is_floating_point() else torch.zeros(x.shape, dtype=x.dtype)
@@ -79,7 +82,9 @@ class MarkedHeads(Tensor):
     watch: HeadsWatch
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: TorchFunction, types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
         mine = [x for x in tree_leaves((args, kwargs)) if isinstance(x, MarkedHeads)]
         result = super().__torch_function__(func, types, args, kwargs or {})
         if func in SIZES or func in FACTS or not mine:
@@ -106,7 +111,7 @@ class HeadsWatch:
         if self.running[-1] != owner:
             self.seen.leaks.setdefault(owner, self.running[-1] or "code outside of it")
 
-    def mark(self, x: Any, owner: str) -> Any:
+    def mark(self, x: object, owner: str) -> object:
         if not isinstance(x, Tensor):
             return x
         marked = x.as_subclass(MarkedHeads)
@@ -138,7 +143,7 @@ def bare(x: Any, copied: dict[tuple[int, int], tuple[Tensor, Tensor]] | None = N
     return with_tensors(copy.copy(x), lambda each: bare(each, copied)) if hasattr(x, "__dict__") else x
 
 
-def with_tensors(x: Any, change: Callable[[Any], Any], depth: int = 0) -> Any:
+def with_tensors(x: object, change: Callable[[Any], object], depth: int = 0) -> Any:
     """A cache, all of whose tensors are what `change` makes of them; its objects are copies."""
     for key, value in list(vars(x).items()):
         if isinstance(value, Tensor):
@@ -152,7 +157,7 @@ def with_tensors(x: Any, change: Callable[[Any], Any], depth: int = 0) -> Any:
     return x
 
 
-def _changed(x: Any, change: Callable[[Any], Any], depth: int) -> Any:
+def _changed(x: object, change: Callable[[Any], object], depth: int) -> object:
     if isinstance(x, Tensor):
         return change(x)
     if isinstance(x, (list, tuple)) and type(x) in (list, tuple):
@@ -161,7 +166,7 @@ def _changed(x: Any, change: Callable[[Any], Any], depth: int) -> Any:
     return with_tensors(copy.copy(x), change, depth + 1) if is_object and depth < 3 else x
 
 
-def forms(given: Any) -> str:
+def forms(given: object) -> str:
     """Return the forms of a module's arguments, without numbers and a cache's contents; masks are counted."""
     flat, _ = tree_flatten_with_path(given, is_leaf=lambda x: "ache" in type(x).__name__)
     is_mask = lambda x: x.dtype == torch.bool or not x.is_floating_point()  # noqa: E731
@@ -293,7 +298,7 @@ def _without_numbers(size: int) -> Callable[[Tensor], Tensor]:
 def _watch(modules: Mapping[str, Any], name: str, projections: Sequence[str], watch: HeadsWatch, batch: int) -> None:
     kind = (type(modules[name]), str(watch.settings.of(modules[name], name)))
 
-    def enters(_: Any, args: Any, kwargs: Any) -> None:
+    def enters(_: object, args: Any, kwargs: Any) -> None:
         watch.running.append(name)
         calls = watch.seen.calls.setdefault(name, [])
         if len(calls) < 4:
@@ -302,7 +307,7 @@ def _watch(modules: Mapping[str, Any], name: str, projections: Sequence[str], wa
                 watch.known[form] = SeenCall(bare(args, watch.copied), bare(kwargs, watch.copied), batch)
             calls.append(watch.known[form])
 
-    def leaves(_: Any, __: Any, result: Any) -> Any:
+    def leaves(_: object, __: object, result: object) -> Any:
         watch.running.pop()
         return tree_map(lambda x: x.as_subclass(Tensor) if isinstance(x, MarkedHeads) else x, result)
 

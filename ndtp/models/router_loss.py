@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ndtp.algebra.layout import Layout
+from ndtp.compute.torch_calls import Arguments, Keywords
 from ndtp.models.frame import Frame
 from ndtp.models.hidden import Hidden
 from ndtp.models.loss_terms import slopes
@@ -29,7 +30,7 @@ class RouterLoss:
 
     frame: Frame
 
-    def __call__(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
+    def __call__(self, model: nn.Module, args: Arguments, kwargs: Keywords, output: Any) -> Any:
         formula = getattr(sys.modules[type(model).__module__], FORMULA, None)
         logits = output.get("router_logits") if isinstance(output, Mapping) else None
         before = output.get("aux_loss") if isinstance(output, Mapping) else None
@@ -51,7 +52,7 @@ class RouterLoss:
         return output
 
 
-def coefficient(model: Any, total: Tensor, part: Tensor) -> Any:
+def coefficient(model: object, total: Tensor, part: Tensor) -> Any:
     """Return what a loss multiplies one of its terms by."""
     for name in COEFFICIENTS:
         if hasattr(model, name):

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from ndtp.compute.torch_calls import Arguments, Keywords
 from ndtp.compute.traces import refuse_batched, refuse_traces
 from ndtp.models.code_reads import wants_gradients
 from ndtp.models.noted import Noted
@@ -52,7 +53,7 @@ from ndtp.runtime.reads import facts_of_reads, reads_since
 from ndtp.runtime.region import may_compare
 
 _NUMBERS = count()  # models that ranks split in the same order have the same
-_name: Any = itemgetter(0)
+_name = itemgetter(0)
 SELDOM = 16  # calls without gradients for each that looks at all modules
 
 
@@ -112,7 +113,7 @@ class SameCalls:
         asked = mesh.check is not False if self.check is None else self.check
         return asked and mesh.device_mesh is not None and may_compare(mesh.device_type)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SameCalls:
+    def __deepcopy__(self, memo: dict[int, object]) -> SameCalls:
         made = copy.copy(self)
         memo[id(self)] = made
         made.mesh = copy.deepcopy(self.mesh, memo)
@@ -146,7 +147,7 @@ class SameCalls:
         if self.is_on:
             self.mesh.step.reduce_held = reduce_held
 
-    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def begin(self, module: nn.Module, args: Arguments, kwargs: Keywords) -> None:
         refuse_traces(self.name, exports=False)
         if torch.compiler.is_compiling() or not self.is_on:
             return
@@ -158,7 +159,7 @@ class SameCalls:
             own["at_work"] = at_work
             self._compare_call(conversation, own, module, args, kwargs)
 
-    def end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def end(self, module: nn.Module, args: Arguments, kwargs: Keywords, output: Any) -> None:
         own = of_turn(self)
         depth = own.get("depth", 0)
         if not depth or torch.compiler.is_compiling():
@@ -178,7 +179,9 @@ class SameCalls:
     # --------------------------------------------------------------------------------------------------------- calls
 
     @eagerly("ndtp: what ranks tell each other of a call is no part of a graph")
-    def _compare_call(self, conversation: Any, own: dict[str, Any], module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _compare_call(
+        self, conversation: Any, own: dict[str, object], module: nn.Module, args: Arguments, kwargs: Keywords
+    ) -> None:
         self.calls = number = self.calls + 1
         model, steps, device_type = self.model, self.steps, self.mesh.device_type
         what = f"call {number} of {self.name}"
@@ -187,12 +190,12 @@ class SameCalls:
         last, numbers = self._of_last() if self.of_last or self.late or self.late_numbers else ([], {})
         inputs = inputs_of(type(module), args, kwargs) if self.whole_inputs else []
         found, optimizers = modes(device_type), steps.taken_settings()
-        of_rows: list[Any] = [fact[:2] for fact in last] if last else []
+        of_rows: list[object] = [fact[:2] for fact in last] if last else []
         self._look_at(inputs, of_rows, numbers)
         accumulates, backwards, taken = self.mesh.step.partial_sums.depth, self.backwards, steps.taken
         (factor, changed), loaded, self._operands = steps.between.taken(), self.mesh.step.taken_loaded(), []
         has_leaf = wants_gradients(args, kwargs)
-        alike: list[Any] = [has_leaf, found, accumulates, backwards, taken, optimizers, changed, loaded]
+        alike = [has_leaf, found, accumulates, backwards, taken, optimizers, changed, loaded]
         is_seen, config = torch.is_grad_enabled() or (number - 1) % SELDOM == 0 or steps.is_new, {}
         order = [*set(kwargs.get("adapter_names") or ())]  # by which peft goes, and which Python draws for each process
         reads = self._reads()
@@ -228,7 +231,9 @@ class SameCalls:
         """Return what was read since the last point of tensors of which all ranks with the same rows have parts."""
         return reads_since(self.mesh.device_mesh, self._all_axes)
 
-    def _look_at(self, inputs: Sequence[tuple[str, Any]], of_rows: list[Any], numbers: dict[str, Fingerprint]) -> None:
+    def _look_at(
+        self, inputs: Sequence[tuple[str, object]], of_rows: list[object], numbers: dict[str, Fingerprint]
+    ) -> None:
         """Add what is compared of inputs; what an accelerator computes of them is compared at a later point."""
         real: list[tuple[str, Tensor]] = []
         for name, value in inputs:
@@ -277,7 +282,7 @@ class SameCalls:
     # ------------------------------------------------------------------------------------------------------ backward
 
     @eagerly("ndtp: what ranks compare of a backward is no part of a graph")
-    def _expect_backward(self, output: Any) -> None:
+    def _expect_backward(self, output: object) -> None:
         self.mesh.step.expect_backward = self._expect_outside
         self.mesh.step.end_call()
         if type(output) is Tensor:
@@ -289,7 +294,7 @@ class SameCalls:
             is_first = index == 0 and (len(found) == 1 or not x.dim())
             self._hook(x, self.calls, is_first and type(x) is Tensor and self.whole_inputs)
 
-    def _expect_outside(self, made: Tensor, operands: Any) -> None:
+    def _expect_outside(self, made: Tensor, operands: object) -> None:
         """A whole tensor that code outside of the model has made of what the model gave, and of what else."""
         if not of_turn(self).get("depth", 0) and not torch.compiler.is_compiling():
             self._hook(made, self.calls, self.whole_inputs)
@@ -323,7 +328,7 @@ class SameCalls:
         last, numbers = self._of_last() if self.of_last or self.late or self.late_numbers else ([], {})
         accumulates, creates = self.mesh.step.partial_sums.depth, torch.is_grad_enabled()
         uses = self.mesh.step.taken_uses()
-        of_rows: list[Any] = [fact[:2] for fact in last] if last else []
+        of_rows: list[object] = [fact[:2] for fact in last] if last else []
         reads = self._reads()
         of_rows += reads
         operands, self._operands = self._operands, []
@@ -359,7 +364,7 @@ class SameCalls:
             self.mesh.step.partial_sums.discard()  # other ranks may have none
             raise
         # Twice: behind what the first ones of this backward still have to end.
-        engine: Any = Variable._execution_engine
+        engine = Variable._execution_engine
         engine.queue_callback(partial(engine.queue_callback, partial(self._ended, at_work, waiting)))
 
     def _ended(self, at_work: Speaking, waiting: WaitingBackward | None) -> None:

@@ -6,16 +6,15 @@ computed one after the other, and send in another order than the program does on
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
+from ndtp.compute.torch_calls import Arguments, TorchFunction
 from ndtp.runtime.points import Point, compare
 
 HOOKING = {Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook}
 
 
-def compare_hooks(func: Any, args: Any) -> None:
+def compare_hooks(func: TorchFunction, args: Arguments) -> None:
     """Compare, inside of a call that ranks compare, that all of them ask for the gradient of what a layer gives.
 
     Raises:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ndtp.compute.torch_calls import Arguments, Keywords
 from ndtp.runtime.facts import SUMMARY, Fact, digest, form_of, hash_of, is_strided, leaves_of
 
 _FEW = 16  # names of inputs that are shown in their order
@@ -26,7 +27,7 @@ def _names_of(kind: Any) -> tuple[tuple[str, ...], dict[str, int]]:
     return tuple(each.name for each in parameters if each.kind in positional)[1:], places
 
 
-def inputs_of(kind: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+def inputs_of(kind: Any, args: Arguments, kwargs: Keywords) -> list[tuple[str, object]]:
     """The leaves of the arguments of a module's forward, by name.
 
     Arguments that the forward names come in its own order; others, as `**kwargs`, in the order in which they are given,
@@ -56,11 +57,11 @@ def facts_of(inputs: Sequence[tuple[str, Any]], rows: tuple[str, ...]) -> Iterat
     yield Fact(f"{SUMMARY}the inputs in order", names if len(names) <= _FEW else f"hash {digest(names):x}", rows)
 
 
-def settings_of(model: nn.Module, is_whole: bool) -> dict[str, Any]:
+def settings_of(model: nn.Module, is_whole: bool) -> dict[str, object]:
     """Return the settings of a model of transformers: its attention kernel and, where the whole is asked for, its
     config.
     """
-    config: Any = vars(model).get("config")
+    config = vars(model).get("config")
     if config is None:
         return {}
     found = {"of attention": getattr(config, "_attn_implementation", None)}
@@ -69,7 +70,7 @@ def settings_of(model: nn.Module, is_whole: bool) -> dict[str, Any]:
     return found
 
 
-def _settings_in(config: dict[str, Any]) -> dict[str, Any]:
+def _settings_in(config: dict[str, object]) -> dict[str, object]:
     """Return a config without the entries that a rank writes when it saves the model."""
     kept = {key: value for key, value in config.items() if not key.startswith("_") and key not in SAVED}
     return {key: _settings_in(value) if isinstance(value, dict) and key.endswith("config") else value

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ndtp.compute.torch_calls import Arguments, Keywords
 from ndtp.runtime.facts import Fact, digest
 
 # The number of a step, the class of its optimizer, the settings of its groups by name, how many steps it has counted.
@@ -40,7 +41,7 @@ class _Known:
 _KNOWN: WeakKeyDictionary[Optimizer, _Known] = WeakKeyDictionary()
 
 
-def watch_steps(calls: Any) -> None:
+def watch_steps(calls: object) -> None:
     """Let the optimizers of this process tell of the steps that they take with the weights of a model."""
     _WATCHED.append(ref(calls, _WATCHED.remove))
     _observe()
@@ -52,7 +53,7 @@ def _observe() -> None:
     register_optimizer_step_post_hook(_after)  # type: ignore[no-untyped-call]
 
 
-def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before(optimizer: Optimizer, args: Arguments, kwargs: Keywords) -> None:
     if not _WATCHED or torch.compiler.is_compiling():
         return
     known = _KNOWN.get(optimizer)
@@ -69,7 +70,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         calls.steps.before_step()
 
 
-def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _after(optimizer: Optimizer, args: Arguments, kwargs: Keywords) -> None:
     known = _KNOWN.get(optimizer) if _WATCHED and not torch.compiler.is_compiling() else None
     if known is not None and known.concerned:
         settings = _settings_of(optimizer, known)
@@ -87,8 +88,8 @@ class OptimizerGroups(list[dict[str, Any]]):
         return self._text
 
 
-def _group_settings(group: dict[str, Any], weights: str) -> dict[str, Any]:
-    own: dict[str, Any] = {}
+def _group_settings(group: dict[str, object], weights: str) -> dict[str, object]:
+    own: dict[str, object] = {}
     for name, value in group.items():
         if name == "params":
             own["weights"] = weights
@@ -117,13 +118,13 @@ def _settings_of(optimizer: Optimizer, known: _Known) -> tuple[str, OptimizerGro
         known.groups = OptimizerGroups(map(_group_settings, optimizer.param_groups, known.weights))
         # Others change where they are.
         known.given = given if all(isinstance(value, PLAIN) for values in given for value in values) else None
-    state: Any = next(iter(optimizer.state.values()), {})
+    state: object = next(iter(optimizer.state.values()), {})
     count = state.get("step") if isinstance(state, dict) else None
     is_there = count.device.type == "cpu" if isinstance(count, Tensor) else isinstance(count, (int, float))
     return type(optimizer).__name__, known.groups, float(count) if is_there else None  # type: ignore[arg-type]
 
 
-def settings_by_name(number: int, kind: str, groups: Sequence[dict[str, Any]], count: float | None) -> list[Fact]:
+def settings_by_name(number: int, kind: str, groups: Sequence[dict[str, object]], count: float | None) -> list[Fact]:
     """Return the settings with which an optimizer made a step, each as a fact."""
     step = f"optimizer of step {number}"
     facts = [Fact(step, kind)]

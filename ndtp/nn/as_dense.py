@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ndtp.compute.torch_calls import Arguments, TorchFunction
 from ndtp.errors import LayoutError
 from ndtp.runtime.arrival import is_plain
 from ndtp.runtime.grid_parts import on_every_rank
@@ -34,7 +35,7 @@ class as_dense(TorchFunctionMode):  # used as `with ndtp.nn.as_dense():`
     Collectives run wherever a result needs other ranks' shards, so all ranks do the same.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: TorchFunction, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs, name = kwargs or {}, str(getattr(func, "__name__", ""))
         tensors = _tensors((args, kwargs))
         split = [x for x in tensors if not is_plain(x)]
@@ -59,7 +60,7 @@ def _are_mixed(written: Sequence[Sequence[Tensor]]) -> bool:
     return any(len({is_plain(x) for x in tensors if x.dim() or not is_plain(x)}) > 1 for tensors in of_each)
 
 
-def _written(name: str, args: Any) -> Sequence[Any]:
+def _written(name: str, args: Arguments) -> Sequence[Any]:
     """Return the arguments that a function of torch writes into."""
     if name.startswith(FUSED):
         schema = getattr(torch.ops.aten, name).default._schema
@@ -79,7 +80,7 @@ def _is_of_numbers(x: Tensor) -> bool:
     return is_plain(x) and (x.dim() > 0 or x.dtype is torch.bool)
 
 
-def _tensors(x: Any) -> list[Tensor]:
+def _tensors(x: object) -> list[Tensor]:
     if isinstance(x, Tensor):
         return [x]
     if isinstance(x, Mapping):
@@ -101,7 +102,7 @@ def _gathered(x: Any) -> Tensor:
     return x if is_plain(x) else x.full_tensor()
 
 
-def _on_every_rank(other: Any) -> Callable[[Tensor], Tensor]:
+def _on_every_rank(other: object) -> Callable[[Tensor], Tensor]:
     def wrapped(x: Tensor) -> Tensor:
         if not _is_of_numbers(x):
             return x

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.utils.checkpoint import CheckpointFunction
 
+from ndtp.compute.torch_calls import AutogradContext
 from ndtp.errors import LayoutError
 from ndtp.ops.gradients import all_reduce
 from ndtp.runtime.arrival import local_of
@@ -34,7 +35,7 @@ _MOST_FRAMES = 48  # between the backward of a checkpoint and a layer
 _NEAR = 1e-12  # of fp64: how near fingerprints are, as a share of their norm; others are within four last bits
 
 
-def as_computed(weight: Any, mesh: ProcessGrid, where: str) -> Any:
+def as_computed(weight: Tensor, mesh: ProcessGrid, where: str) -> Any:
     """Return a weight that code has computed, whose gradient sums up to that of all ranks where it is summed again.
 
     Args:
@@ -66,7 +67,7 @@ def as_computed(weight: Any, mesh: ProcessGrid, where: str) -> Any:
     return _OfRanks.apply(weight, mesh, axes, where, leaves, is_summed)  # type: ignore[no-untyped-call]
 
 
-def _hand_out(leaves: Sequence[Any], where: str) -> None:
+def _hand_out(leaves: Sequence[object], where: str) -> None:
     """Have what code gives of parameters summed."""
     for leaf in leaves:
         if not hand_out(leaf):
@@ -77,7 +78,7 @@ def _hand_out(leaves: Sequence[Any], where: str) -> None:
             )
 
 
-def _sources(node: Any) -> tuple[list[Any], bool]:
+def _sources(node: Any) -> tuple[list[object], bool]:
     """Return the parameters to which a gradient goes as it is, and whether it comes to code that sums gradients."""
     seen, waiting, leaves, is_summed = set(), [node], [], False
     while waiting:
@@ -101,7 +102,13 @@ class _OfRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, weight: Any, mesh: ProcessGrid, axes: Sequence[str], where: str, leaves: Any, is_summed: bool
+        ctx: AutogradContext,
+        weight: Tensor,
+        mesh: ProcessGrid,
+        axes: Sequence[str],
+        where: str,
+        leaves: Any,
+        is_summed: bool,
     ) -> Any:
         ctx.mesh, ctx.axes, ctx.where, ctx.leaves, ctx.is_summed = mesh, axes, where, leaves, is_summed
         local = local_of(weight).detach()
@@ -110,7 +117,7 @@ class _OfRanks(torch.autograd.Function):
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
         nothing = (None,) * 5
         # A penalty may compute with a parameter since the forward.
         if not ctx.is_summed and not any("ndtp_set_aside" in vars(leaf) for leaf in ctx.leaves):

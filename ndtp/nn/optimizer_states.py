@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ndtp.compute.torch_calls import Arguments, Keywords
 from ndtp.runtime.arrival import is_plain, real_of, wrapped
 from ndtp.runtime.grid_parts import part_of
 
-_SEEN: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()  # the states that were looked at, of each optimizer
+_SEEN: WeakKeyDictionary[Optimizer, object] = WeakKeyDictionary()  # the states that were looked at, of each optimizer
 
 
 @cache
@@ -26,7 +27,7 @@ def watch_states() -> None:
     register_optimizer_step_pre_hook(_before)  # type: ignore[no-untyped-call]
 
 
-def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before(optimizer: Optimizer, args: Arguments, kwargs: Keywords) -> None:
     # What is loaded is another mapping: one that was looked at has what the optimizer made of its parameters.
     if torch.compiler.is_compiling() or _SEEN.get(optimizer) is optimizer.state:
         return

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ndtp.compute.torch_calls import AutogradContext
 from ndtp.compute.traces import refuse_batched, refuse_second
 from ndtp.ops.moving import as_own
 from ndtp.runtime.arrival import Deferred, arrived, is_plain, taken_in
@@ -64,7 +65,7 @@ def run_chain(
 
 def _known_weight(
     p: int, given: Sequence[Any], shards: Sequence[Any], layers: Sequence[nn.Module]
-) -> tuple[Tensor | None, Any]:
+) -> tuple[Tensor | None, object]:
     """The weight of a product as it was passed, and by what its order is known; not of one that was cast."""
     weight = given[p + 1]
     owner = owner_of(weight, layers[p] if p < len(layers) else None)
@@ -130,7 +131,7 @@ class _Chain(torch.autograd.Function):
     """Products in a chain; tensors are A, then the weights, then the biases (or None)."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: Any) -> Tensor:
+    def forward(ctx: AutogradContext, call: _Call, *tensors: Any) -> Tensor:
         if call.specs:
             tensors = tuple([x._local_tensor if i in call.specs else x for i, x in enumerate(tensors)])
         c, kept = call.program.forward(call.step, tensors, *call.ahead)
@@ -139,7 +140,7 @@ class _Chain(torch.autograd.Function):
         return as_own(c, *kept)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         call = ctx.call
         program, step = call.program, call.step
         refuse_batched(grad, " -> ".join([plan.name for plan in program.plans]))
@@ -159,7 +160,7 @@ class _Chain(torch.autograd.Function):
         return None, *gradients
 
 
-def _expect(call: _Call, gradients: list[Any], grad: Tensor, takes_up: bool) -> None:
+def _expect(call: _Call, gradients: list[object], grad: Tensor, takes_up: bool) -> None:
     """Put placeholders in the places of gradients that are on their way."""
     late, sums, started = call.step.late, call.step.partial_sums, []
     for i, move in enumerate(gradients):

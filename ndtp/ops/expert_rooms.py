@@ -12,13 +12,13 @@ expert, with the zeros behind the last expert's; where each expert begins is a t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ndtp.algebra.row_flow import RowFlow
 from ndtp.compute.grouped import DeviceGroups
+from ndtp.compute.torch_calls import AutogradContext
 from ndtp.ops.experts import Arrival, Permutation
 
 
@@ -116,12 +116,12 @@ class _Dispatched(torch.autograd.Function):
     """A token's gradient is the sum over its choices, in their order."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rooms: Rooms, top_k: int) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, rooms: Rooms, top_k: int) -> Tensor:
         ctx.rooms, ctx.top_k = rooms, top_k
         return rooms.put(x.unsqueeze(1).expand(-1, top_k, -1).flatten(0, 1))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None, None]:
         each = ctx.rooms.take(grad)
         return each.view(-1, ctx.top_k, each.shape[1]).sum(1), None, None
 
@@ -130,10 +130,10 @@ class _Taken(torch.autograd.Function):
     """The rows of choices out of the rooms, whose gradients go back to their places among zeros."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, rooms: Rooms) -> Tensor:
+    def forward(ctx: AutogradContext, y: Tensor, rooms: Rooms) -> Tensor:
         ctx.rooms = rooms
         return rooms.take(y)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.rooms.put(grad), None

@@ -17,6 +17,7 @@ from ndtp.algebra.steps import Step
 from ndtp.collectives.rows_exchange import start_rows
 from ndtp.compute.activations import activation_named
 from ndtp.compute.grouped import AnyGroups, Groups, grouped_product
+from ndtp.compute.torch_calls import AutogradContext
 from ndtp.compute.traces import refuse_second
 from ndtp.ops.moving import moved, taken
 from ndtp.runtime.arrival import stored_shape
@@ -83,7 +84,7 @@ def experts(
     return [_finish(trip) for trip in back]
 
 
-def _multiplier(mesh: GridLike, name: str) -> Any:
+def _multiplier(mesh: GridLike, name: str) -> object:
     """Return the multiplier of one product of experts, which the probe may look at."""
     return mesh.gemm if mesh.step.recheck is None else LookedAt(mesh.gemm, mesh.step.recheck, name)
 
@@ -144,13 +145,13 @@ class _Dispatched(torch.autograd.Function):
     """A token's gradient is the sum over its choices, in their order: no atomics, the same every time."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, top_k: int) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, order: Tensor, top_k: int) -> Tensor:
         ctx.shape, ctx.top_k = x.shape, top_k
         ctx.save_for_backward(order)
         return x.index_select(0, order // top_k)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None, None]:
         (order,), (tokens, features) = ctx.saved_tensors, ctx.shape
         each = grad.new_zeros(tokens * ctx.top_k, features).index_copy_(0, order, grad)
         return each.view(tokens, ctx.top_k, features).sum(1), None, None
@@ -160,12 +161,12 @@ class _Placed(torch.autograd.Function):
     """Rows at their places among zeros.  torch's `index_copy` would keep them from forward to backward, for nothing."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, order: Tensor, places: int) -> Tensor:
+    def forward(ctx: AutogradContext, y: Tensor, order: Tensor, places: int) -> Tensor:
         ctx.save_for_backward(order)
         return y.new_zeros(places, y.shape[1]).index_copy_(0, order, y)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None, None]:
         (order,) = ctx.saved_tensors
         return grad.index_select(0, order), None, None
 
@@ -210,24 +211,24 @@ class _Start(torch.autograd.Function):
     """Sends rows off; in backward it waits for their gradient, which `_Finish` has sent off."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, trip: _Trip) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, trip: _Trip) -> Tensor:
         ctx.trip = trip
         trip.start(x.detach(), trip.move, "forward")
         return x.new_zeros(()).expand(trip.move.after, *x.shape[1:])
 
     @staticmethod
-    def backward(ctx: Any, placeholder: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: AutogradContext, placeholder: Tensor) -> tuple[Tensor, None]:
         return ctx.trip.wait(), None
 
 
 class _Finish(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, placeholder: Tensor, trip: _Trip) -> Tensor:
+    def forward(ctx: AutogradContext, placeholder: Tensor, trip: _Trip) -> Tensor:
         ctx.trip = trip
         return trip.wait()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None]:
         trip = ctx.trip
         refuse_second(trip.name)
         trip.start(grad, trip.move.back, "dgrad")
@@ -247,13 +248,13 @@ def _along(x: Tensor, way: RowWay, mesh: GridLike, name: str) -> Tensor:
 
 class _Along(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, way: RowWay, mesh: GridLike, name: str) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, way: RowWay, mesh: GridLike, name: str) -> Tensor:
         ctx.way, ctx.mesh, ctx.name = way, mesh, name
         result = _by_moves(x, way.there, mesh, name, "forward")
         return result.view_as(result) if result is x else result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None, None, None]:
         refuse_second(ctx.name)
         ctx.mesh.step.late.enter()
         return _by_moves(grad, ctx.way.back, ctx.mesh, ctx.name, "dgrad"), None, None, None
@@ -322,10 +323,10 @@ class _Sorted(torch.autograd.Function):
     """A permutation of rows, whose gradient is the one back and no sum."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Permutation, back: bool) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, order: Permutation, back: bool) -> Tensor:
         ctx.order, ctx.back = order, back
         return order(x, back)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None, None]:
         return ctx.order(grad, not ctx.back), None, None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.algebra.relayouts import RelayoutPlan
 from ndtp.compute.norms import wide
+from ndtp.compute.torch_calls import AutogradContext
 from ndtp.compute.traces import own_graph, refuse_second
 from ndtp.errors import LayoutError
 from ndtp.ops.losses import LossPlan, check_weights, reduced, row_losses, totals, whole_targets
@@ -132,8 +133,8 @@ class _Chunks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: LinearLossPlan, mesh: GridLike,
-        class_weights: Tensor | None, between: LogitsMap | None,
+        ctx: AutogradContext, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: LinearLossPlan,
+        mesh: GridLike, class_weights: Tensor | None, between: LogitsMap | None,
     ) -> Tensor:  # fmt: skip
         needs = ctx.needs_input_grad[:3]
         head = weight.detach().requires_grad_(needs[1])
@@ -169,7 +170,7 @@ class _Chunks(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second("linear_cross_entropy")
         dx, *sums = ctx.saved_tensors
         found = [None if s is None else (s * grad.to(s.dtype)).to(d) for s, d in zip(sums, ctx.dtypes, strict=True)]

@@ -13,6 +13,7 @@ from ndtp.algebra.einsum import EinsumPlan, ExtremePlan
 from ndtp.algebra.einsum_products import ProductForm
 from ndtp.algebra.steps import Step
 from ndtp.compute.norms import wide
+from ndtp.compute.torch_calls import AutogradContext
 from ndtp.compute.traces import refuse_second
 from ndtp.errors import LayoutError
 from ndtp.ops.moving import enter, moved
@@ -120,7 +121,7 @@ def _local(plan: EinsumPlan, held: Sequence[Tensor]) -> Tensor:
 
 class _Extreme(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: ExtremePlan, mesh: GridLike, largest: bool) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, plan: ExtremePlan, mesh: GridLike, largest: bool) -> Tensor:
         of = torch.amax if largest else torch.amin
         own = of(x, plan.dims, keepdim=True)
         found = merged(own.reshape(1, -1), plan.merge, lambda each: of(each, 0), mesh, plan.plan.name).view_as(own)
@@ -132,7 +133,7 @@ class _Extreme(torch.autograd.Function):
         return found.squeeze(plan.dims).permute(ctx.order)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None, None, None]:
         x, found = ctx.saved_tensors
         plan, mesh = ctx.plan, ctx.mesh
         mesh.step.late.enter()

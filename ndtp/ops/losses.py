@@ -16,6 +16,7 @@ from ndtp.collectives.streams import has_streams
 from ndtp.compute import cross_entropy as one_rank
 from ndtp.compute.cross_entropy import LossForm
 from ndtp.compute.norms import wide
+from ndtp.compute.torch_calls import AutogradContext
 from ndtp.compute.traces import is_autocast_on
 from ndtp.errors import LayoutError, RangeError
 from ndtp.ops import compiled_layers
@@ -101,7 +102,7 @@ def row_losses(
 class _RowLosses(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, plan: LossPlan, mesh: GridLike, weights: Tensor | None
+        ctx: AutogradContext, logits: Tensor, targets: Tensor, plan: LossPlan, mesh: GridLike, weights: Tensor | None
     ) -> Tensor:
         form, width = plan.form, logits.shape[1]
         start = mesh.grid.index(mesh.rank, plan.layout.dims[1]) * width
@@ -120,7 +121,7 @@ class _RowLosses(torch.autograd.Function):
         return torch.where(counts, one_rank.losses(off, lse, form, labels), 0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, local, lse, counts, labels, part = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True
             again = _differentiable(logits[:, : ctx.real], local, lse, ctx.plan, ctx.mesh, labels, part)

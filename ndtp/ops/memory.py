@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.collectives.backends import GLOO, MOVING
 from ndtp.compute.epilogues import ACTIVATIONS
+from ndtp.compute.torch_calls import Arguments, Keywords
 from ndtp.errors import LayoutError
 from ndtp.ops.products import matmul, mlp
 from ndtp.runtime.chain import asked_of
@@ -70,7 +71,9 @@ class LiveBytes(TorchDispatchMode):
         self.now = self.peak = 0
         self._living: dict[int, tuple[weakref.ref[Any], int]] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
         if func.namespace not in ("c10d", "_c10d_functional") and any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # a DTensor unfolds into plain operations, which come back here one by one
         result = func(*args, **(kwargs or {}))
@@ -91,7 +94,7 @@ class LiveBytes(TorchDispatchMode):
         self.now -= self._living.pop(key)[1]
 
 
-def _storages(part: Any) -> Iterator[Any]:
+def _storages(part: object) -> Iterator[object]:
     """Yield the tensors among an operation's arguments or results.
 
     torch's pytree takes five times as long.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ndtp.algebra.relayouts import RelayoutPlan
 from ndtp.algebra.steps import Step
+from ndtp.compute.torch_calls import AutogradContext
 from ndtp.compute.traces import refuse_batched
 from ndtp.runtime.arrival import Deferred, local_shard, taken_in
 from ndtp.runtime.chain import signature_of
@@ -93,13 +94,15 @@ class _Used(torch.autograd.Function):
     """The autograd function from a parameter's shard to the part that an operation uses."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: RelayoutPlan, mesh: GridLike, deferred: Deferred | None) -> Tensor:
+    def forward(
+        ctx: AutogradContext, x: Tensor, plan: RelayoutPlan, mesh: GridLike, deferred: Deferred | None
+    ) -> Tensor:
         ctx.plan, ctx.mesh, ctx.deferred, ctx.shape = plan, mesh, deferred, x.shape
         result = moved(x, plan.steps, mesh, plan.name, "forward", plan.kind)
         return result.view_as(result) if result is x else result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
         plan, mesh, deferred = ctx.plan, ctx.mesh, ctx.deferred
         refuse_batched(grad, plan.name)
         grad = grad.to_dense() if grad.is_sparse else grad

@@ -15,6 +15,7 @@ from ndtp.algebra.layout import Layout
 from ndtp.algebra.relayouts import MergePlan, RelayoutPlan
 from ndtp.algebra.steps import Step
 from ndtp.compute import norms as one_rank
+from ndtp.compute.torch_calls import AutogradContext
 from ndtp.errors import LayoutError
 from ndtp.ops import compiled_layers
 from ndtp.ops.moving import as_own, enter, moved, sent, taken, way_of
@@ -139,7 +140,13 @@ def norm(
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gain: Tensor | None, bias: Tensor | None, plan: NormPlan, mesh: GridLike, watched: Any
+        ctx: AutogradContext,
+        x: Tensor,
+        gain: Tensor | None,
+        bias: Tensor | None,
+        plan: NormPlan,
+        mesh: GridLike,
+        watched: Any,
     ) -> Tensor:
         summed = partial(moved, steps=plan.reduction, mesh=mesh, name=plan.name, phase="forward")
         y, mean, scale = _normalised(x, gain, bias, plan, mesh, plan.real(mesh.rank), summed)
@@ -149,7 +156,7 @@ class _Norm(torch.autograd.Function):
         return as_own(y, x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         plan, mesh = ctx.plan, ctx.mesh
         mesh.step.late.enter()
         if ctx.watched is not None:

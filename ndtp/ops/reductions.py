@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.relayouts import MergePlan, RelayoutPlan
+from ndtp.compute.torch_calls import AutogradContext
 from ndtp.compute.traces import refuse_batched
 from ndtp.errors import LayoutError
 from ndtp.ops.moving import as_own, enter, moved
@@ -91,13 +92,15 @@ def relayout_plan(
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: RelayoutPlan, mesh: GridLike, phase: str, backward: str) -> Tensor:
+    def forward(
+        ctx: AutogradContext, x: Tensor, plan: RelayoutPlan, mesh: GridLike, phase: str, backward: str
+    ) -> Tensor:
         ctx.plan, ctx.mesh, ctx.backward = plan, mesh, backward
         result = moved(x, plan.steps, mesh, plan.name, phase, plan.kind)
         return result.view_as(result) if result is x else as_own(result, x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         refuse_batched(grad, ctx.plan.name)
         ctx.mesh.step.late.enter()
         # By itself, the other way: so a gradient of gradients is right, too.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from ndtp.algebra.layout import Layout
 from ndtp.algebra.resharding import ReshardPlan
 from ndtp.collectives.cross_check import cross_check
 from ndtp.collectives.uneven_exchange import cut, start_reshard
+from ndtp.compute.torch_calls import AutogradContext
 from ndtp.errors import GridError, LayoutError
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def known(plan: ReshardPlan) -> ReshardPlan:
 
 class _Reshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: ReshardPlan, mesh: GridLike, to: GridLike, phase: str) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, plan: ReshardPlan, mesh: GridLike, to: GridLike, phase: str) -> Tensor:
         ctx.arguments = plan, mesh, to
         mesh.step.late.enter()
         if mesh.check:  # shapes of shards may differ
@@ -118,7 +119,7 @@ class _Reshard(torch.autograd.Function):
         return start_reshard(x, plan, mesh.collectives, phase).wait()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         plan, mesh, to = ctx.arguments
         # By itself, the other way: so a gradient of gradients is right, too.
         return _Reshard.apply(grad, known(plan.back), to, mesh, "dgrad"), None, None, None, None  # type: ignore[no-untyped-call]

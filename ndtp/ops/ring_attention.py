@@ -22,6 +22,7 @@ from ndtp.algebra.ring_plan import RingPlan
 from ndtp.algebra.steps import Step
 from ndtp.algebra.wire import BACK
 from ndtp.compute.partial_attention import Gradients, Merged
+from ndtp.compute.torch_calls import AutogradContext
 from ndtp.compute.traces import refuse_second
 from ndtp.ops.moving import enter, sent
 
@@ -52,7 +53,14 @@ def ring_attention(
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, plan: RingPlan, mesh: GridLike, scale: float
+        ctx: AutogradContext,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        plan: RingPlan,
+        mesh: GridLike,
+        scale: float,
     ) -> Tensor:
         index = mesh.grid.index(mesh.rank, plan.axes)
         groups, masks = _groups(q, *(_coded(x, mesh, KIND) for x in (k, v))), _masks(mask, q, k)
@@ -83,7 +91,7 @@ class _Ring(torch.autograd.Function):
         return torch.cat(found, -3) if len(found) > 1 else found[0]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: AutogradContext, grad: Tensor) -> Any:
         refuse_second("attention of split sequences")
         plan, mesh, index = ctx.plan, ctx.mesh, ctx.index
         mesh.step.late.enter()
@@ -172,7 +180,7 @@ def _keys_of(
     return [_decoded(x, width, dtype, mesh) for x, width in zip(parts, widths, strict=True)]
 
 
-def _passed(x: Tensor, plan: RingPlan, mesh: GridLike, phase: str) -> Any:
+def _passed(x: Tensor, plan: RingPlan, mesh: GridLike, phase: str) -> object:
     if plan.ranks == 1:
         return lambda: x
     return sent(x, (plan.pass_on,), mesh, NAME, phase, KIND)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ndtp.compute.torch_calls import AutogradContext
 from ndtp.errors import CommunicationError
 from ndtp.ops.moving import as_own
 
@@ -31,9 +31,9 @@ def no_view(x: Tensor) -> Tensor:
 
 class _Own(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor) -> Tensor:
         return as_own(x.view_as(x))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: AutogradContext, grad: Tensor) -> Tensor:
         return grad

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ndtp.compute.torch_calls import Arguments
 from ndtp.errors import LayoutError
 from ndtp.models.router_loss import FORMULA
 from ndtp.pipelines.without_numbers import runnable
@@ -84,9 +85,9 @@ def balance_of(model: nn.Module) -> Balance:
     Raises:
         LayoutError: it computes it in another way than transformers' common function, or nobody knows of what.
     """
-    own: Any = model
+    own = model
     recorded = (getattr(module, RECORDED, None) or {} for module in model.modules())
-    named: Any = next((each["router_logits"] for each in recorded if "router_logits" in each), None)
+    named = next((each["router_logits"] for each in recorded if "router_logits" in each), None)
     found = Balance(
         router=getattr(named, "target_class", None) or nn.Module,
         position=getattr(named, "index", 0),
@@ -149,7 +150,7 @@ def _is_added(model: Any, balance: Balance) -> bool:
 def taking(balance: Balance, logits: list[Tensor]) -> Any:
     """A forward hook of a router."""
 
-    def take(module: nn.Module, args: Any, output: Any) -> None:
+    def take(module: nn.Module, args: Arguments, output: Any) -> None:
         logits.append(output[balance.position] if isinstance(output, (tuple, list)) else output)
 
     return take

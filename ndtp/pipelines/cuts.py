@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from ndtp.compute.torch_calls import Arguments, Keywords
 from ndtp.errors import LayoutError
 from ndtp.pipelines.balance import Balance, balance_of
 from ndtp.pipelines.without_numbers import runnable
@@ -122,7 +123,7 @@ class _Trial:
     def _ran(self, name: str) -> None:
         self.order.setdefault(name, self.count)
 
-    def _before(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before(self, layer: nn.Module, args: Arguments, kwargs: Keywords) -> None:
         name, hidden = self.layers[self.count], args[0] if args else kwargs.get("hidden_states")
         if layer is not self.model.get_submodule(name):
             raise LayoutError(f"pipeline: {name} does not run in the order of the layers")
@@ -135,7 +136,7 @@ class _Trial:
                 "stage to stage"
             )
 
-    def _behind(self, layer: nn.Module, args: Any, output: Any) -> None:
+    def _behind(self, layer: nn.Module, args: Arguments, output: object) -> None:
         self.in_tuples = len(output) if isinstance(output, tuple) else 0
         self.passed = output[0] if isinstance(output, tuple) else output
         self.count += 1
@@ -208,7 +209,7 @@ def part_of_model(model: nn.Module, anatomy: Anatomy, layers: range, traveller: 
     """
     is_first, is_last = layers.start == 0, layers.stop == len(anatomy.layers)
     own: Any = model
-    memo: dict[int, Any] = {id(x): x for x in (*model.buffers(), getattr(own, "config", None))}
+    memo = {id(x): x for x in (*model.buffers(), getattr(own, "config", None))}
     memo |= {id(p): _of_same_memory(p) for p in model.parameters()}
     embedding = own.get_input_embeddings()
     for i, name in enumerate(anatomy.layers):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ndtp.compute.torch_calls import AutogradContext
 from ndtp.errors import LayoutError
 from ndtp.runtime.dtensor_rules import dtensor_of
 from ndtp.runtime.gradient_ends import end_of
@@ -61,7 +62,7 @@ def stored_shape(x: Any) -> torch.Size:
     return x.shape if is_plain(x) else x._spec.shape  # type: ignore[no-any-return]
 
 
-def real_of(x: Any) -> Any:
+def real_of(x: object) -> Any:
     """The global shape of a parameter on a grid, where its gradient is to have that; None where it is a bare DTensor.
 
     That of a number is such: several of the grid would add up to a plain one.
@@ -71,7 +72,7 @@ def real_of(x: Any) -> Any:
     return real if real or own.get("ndtp_is_handed") else None
 
 
-def wrapped(local: Tensor | None, spec: Any, real: Any = None) -> Any:
+def wrapped(local: Tensor | None, spec: object, real: Any = None) -> Any:
     """A DTensor that lies as the one with this `_spec` does, on the grid where it is given its sizes as `real`; outside
     of autograd.
     """
@@ -156,7 +157,7 @@ class _Arrival(torch.autograd.Function):
         return local.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, None]:
+    def backward(ctx: AutogradContext, grad: Tensor | None) -> tuple[Any, None]:
         deferred = ctx.deferred
         if deferred is not None and deferred.late is not None:
             late, deferred.late = deferred.late, None
@@ -179,7 +180,7 @@ def no_second_sum(name: str, shape: Sequence[int], axes: Sequence[str]) -> Layou
     )
 
 
-def _of_shard(grad: Tensor, x: Any) -> Any:
+def _of_shard(grad: Tensor, x: Any) -> object:
     """A gradient that can be differentiated again."""
     from ndtp.runtime.grid_autograd import OfShard
     from ndtp.runtime.grid_tensor import GridTensor

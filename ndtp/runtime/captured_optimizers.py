@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ndtp.compute.torch_calls import Arguments, Keywords
 from ndtp.errors import CaptureError
 from ndtp.runtime.arrival import local_of
 from ndtp.runtime.memories import Memories
@@ -39,7 +40,7 @@ class HeldOptimizers:
     def watched(self) -> Iterator[None]:
         """Make the optimizers whose step begins inside ready for graphs."""
 
-        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        def before(optimizer: Optimizer, args: Arguments, kwargs: Keywords) -> None:
             if not any(optimizer is known for known in self.optimizers):
                 self._prepare(optimizer)
 
@@ -148,5 +149,5 @@ class HeldOptimizers:
             yield from group["params"]
 
 
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
+def _settings(group: dict[str, object]) -> dict[str, object]:
     return {name: value for name, value in group.items() if name not in ("lr", "initial_lr") and type(value) in _PLAIN}

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ndtp.compute.torch_calls import Arguments
+
 LISTS = ("_foreach_", "_fused_", "_amp_")
 # What DTensor writes to where it belongs; by another rule it may write to a part that it has moved.
 WRITES = ("copy_", "zero_", "fill_", "detach_", "requires_grad_")
@@ -37,7 +39,7 @@ PHYSICAL = {
 LACKS = ("sharding strategy", "placement", "sharding prop", "stack expects each tensor", "not supported with dtensor")
 
 
-def is_trusted(func: Any, name: str, args: Any) -> bool:
+def is_trusted(func: Any, name: str, args: Arguments) -> bool:
     """Return whether DTensor has a rule for an operation and its operands that gives what dense tensors give."""
     if torch.Tag.pointwise in func.tags or name.startswith(LISTS):
         return True

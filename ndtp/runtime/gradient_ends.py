@@ -7,16 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ndtp.compute.torch_calls import AutogradContext
+
 
 class _Edge(torch.autograd.Function):
     """Depends on a parameter, and computes nothing with it."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, leaf: Tensor) -> Tensor:
         return torch.zeros((), device="cpu")
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> None:
+    def backward(ctx: AutogradContext, *grads: Any) -> None:
         return None
 
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from ndtp.compute.torch_calls import Arguments, Keywords, TorchFunction
 from ndtp.errors import LayoutError
 from ndtp.runtime.at_work import at_work
 from ndtp.runtime.dtensor_rules import LISTS, WRITES, dtensor_of, is_loss, is_odd, is_trusted, lacks_rule
@@ -51,7 +52,7 @@ DRAWS = (
 IN_PLACE_VIEWS = ("squeeze_", "unsqueeze_", "t_", "transpose_")
 
 
-def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
+def operate(kind: object, func: Any, args: Arguments, kwargs: Keywords) -> object:
     """An operation of which some operands are of `kind`."""
     name = func.overloadpacket.__name__
     if func._overloadname == "Tensor" and name.startswith(SCALED):  # whose last operand is one number for each place
@@ -107,7 +108,7 @@ def _narrow(of: Any) -> torch.dtype | None:
     return dtypes.pop() if len(dtypes) == 1 and dtypes <= {*NARROW} else None
 
 
-def _in_groups(kind: Any, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+def _in_groups(kind: object, func: TorchFunction, name: str, args: Arguments, kwargs: Keywords) -> object:
     """Return the result of an operation on lists whose places have operands of several kinds, or with other padding;
     `NotImplemented` of another one.
     """
@@ -120,7 +121,7 @@ def _in_groups(kind: Any, func: Any, name: str, args: Any, kwargs: Any) -> Any:
     return by_groups(func, args, kwargs, groups) if len(groups) > 1 else NotImplemented
 
 
-def _on_dtensors(kind: Any, func: Any, name: str, flat: list[Any], tree: Any, written: Any, mine: list[Any]) -> Any:
+def _on_dtensors(kind: Any, func: Any, name: str, flat: list[Any], tree: Any, written: Any, mine: list[Any]) -> object:
     """Run an operation on DTensors."""
     is_padded = any(x.is_padded for x in mine)
     if is_padded and name in SUMS:
@@ -200,7 +201,7 @@ def _on_shards(kind: Any, func: Any, name: str, args: Any, kwargs: Any) -> Any:
     return None if name.startswith(LISTS) else written
 
 
-def _named_norms(kind: Any, norms: Any, of: Any) -> Any:
+def _named_norms(kind: Any, norms: Any, of: Any) -> object:
     """Return norms, of one tensor or of several, with the names of these."""
     made = [kind(x) for x in (norms if isinstance(norms, list) else [norms])]
     for norm, x in zip(made, of if isinstance(norms, list) else [of], strict=True):
@@ -228,29 +229,29 @@ def _results(kind: Any, func: Any, name: str, made: Any, of: Any, given: Any, re
     return tree_unflatten(leaves, form)
 
 
-def _are_joint(x: Any) -> bool:
+def _are_joint(x: object) -> bool:
     return not isinstance(x, DTensor) or all(is_joint(each) for each in x.placements if is_odd(each))
 
 
-def _broadcast(operands: Sequence[Any]) -> Any:
+def _broadcast(operands: Sequence[object]) -> object:
     """The sizes without padding of what operands give element by element."""
     return torch.broadcast_shapes(*(x.shape for x in operands if isinstance(x, Tensor)))
 
 
-def _finish(kind: Any, x: Any) -> None:
+def _finish(kind: object, x: Any) -> None:
     """Let a number of which ranks have parts be one that every rank has: the same object, which may be written to."""
     if type(x) is kind and not x.dim() and any(map(is_odd, x.placements)):
         with NamedRead(x, "number", x.ndtp_name):
             x._dtensor = on_every_rank(x._dtensor.full_tensor(), x)
 
 
-def _is_dense(kind: Any, x: Any, stored: Sequence[Any]) -> bool:
+def _is_dense(kind: object, x: Any, stored: Sequence[object]) -> bool:
     """A DTensor that is no parameter's, and which every rank has whole, or whose sizes are those without padding."""
     is_other = isinstance(x, DTensor) and type(x) is not kind and x.dim() > 0
     return is_other and (x.shape not in stored or all(placement.is_replicate() for placement in x.placements))
 
 
-def _written(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+def _written(func: Any, name: str, args: Any, kwargs: Keywords) -> Any:
     """Return what an operation writes into, and returns."""
     if "out" in kwargs:
         return kwargs["out"]
@@ -286,7 +287,7 @@ def _taken(kind: Any, made: Any, of: Any, name: str, source: Any = None, real: A
 # ---------------------------------------------------------------------------------------------------------- the whole
 
 
-def _keeps_padding(func: Any, name: str, args: Any) -> bool:
+def _keeps_padding(func: Any, name: str, args: Arguments) -> bool:
     """Whether an operation on a DTensor with padding gives one that has it at the same place, or counts no zeros."""
     if name in SUMS:
         if "norm" in name and isinstance(args[1] if len(args) > 1 else None, (int, float)) and args[1] < 0:
@@ -301,7 +302,7 @@ def _keeps_padding(func: Any, name: str, args: Any) -> bool:
 # ------------------------------------------------------------------------------------------------ beside plain tensors
 
 
-def _beside_plain(kind: Any, func: Any, name: str, flat: Sequence[Any], tree: Any, written: Any) -> Any:
+def _beside_plain(kind: object, func: Any, name: str, flat: Sequence[Any], tree: Any, written: object) -> object:
     into = written if isinstance(written, (list, tuple)) else [written]
     is_split = False
     if any(map(_is_plain, into)):
@@ -358,7 +359,7 @@ def _is_read_outside(func: Any, flat: Sequence[Any]) -> bool:
     return any(any(x.stride()) for x in plain)  # the gradient of a sum is a number that was expanded
 
 
-def _is_plain(x: Any) -> bool:
+def _is_plain(x: object) -> bool:
     return isinstance(x, Tensor) and not isinstance(x, DTensor)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ndtp.collectives.torch_patches import in_place
+from ndtp.compute.torch_calls import Arguments, Keywords, TorchFunction
 
 _LOCK = threading.RLock()
 
@@ -28,7 +29,7 @@ def count_list_operations() -> None:
     """
     from torch.distributed.tensor import DTensor
 
-    handlers: dict[Any, Callable[..., Any]]
+    handlers: dict[object, Callable[..., object]]
     try:
         handlers = in_place("torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers")
     except AttributeError:
@@ -37,7 +38,7 @@ def count_list_operations() -> None:
             "and fused optimizers go unnoticed\n  fix: torch 2.11 to 2.13"
         ) from None
 
-    def counted(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def counted(operation: Any, args: Arguments, kwargs: Keywords) -> Any:
         with _LOCK:
             del handlers[operation]  # the call below is DTensor's own
             try:
@@ -56,7 +57,7 @@ def count_list_operations() -> None:
                 handlers.setdefault(getattr(packet, overload), counted)
 
 
-def groups_of(args: Sequence[Any]) -> list[list[int]]:
+def groups_of(args: Arguments) -> list[list[int]]:
     """The places in the lists of an operation on many, in groups in which the same operands are on a grid; none where
     all lists are of one kind.
     """
@@ -72,7 +73,7 @@ def groups_of(args: Sequence[Any]) -> list[list[int]]:
     return [*groups.values()]
 
 
-def operands_of_each(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
+def operands_of_each(args: Arguments, kwargs: Keywords) -> Iterator[tuple[object, ...]]:
     """Yield, for each place in the lists of an operation on many, the entries of all lists there."""
     if isinstance(args[0], (list, tuple)):
         count = len(args[0])
@@ -80,13 +81,13 @@ def operands_of_each(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tu
         yield from zip(*lists, strict=True)
 
 
-def by_groups(func: Any, args: Sequence[Any], kwargs: dict[str, Any], groups: Sequence[Sequence[int]]) -> Any:
+def by_groups(func: TorchFunction, args: Arguments, kwargs: Keywords, groups: Sequence[Sequence[int]]) -> object:
     """Run an operation on many once for each group of places, with the entries of the lists at these."""
     count = len(args[0])
     made: dict[int, Any] = {}
     for places in groups:
 
-        def of_group(x: Any, places: Sequence[int] = places) -> Any:
+        def of_group(x: object, places: Sequence[int] = places) -> object:
             return [x[i] for i in places] if isinstance(x, (list, tuple)) and len(x) == count else x
 
         result = func(*map(of_group, args), **{key: of_group(x) for key, x in kwargs.items()})

@@ -26,6 +26,7 @@ from ndtp.collectives.backends import backend_of
 from ndtp.collectives.cross_check import gather_texts
 from ndtp.collectives.labels import ASIDE, LABEL, Label
 from ndtp.collectives.watch import Watch
+from ndtp.compute.torch_calls import Arguments, Keywords, TorchFunction
 from ndtp.errors import CorruptionError, GridError
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ class Recheck:
         members = dist.get_process_group_ranks(group)
         label = Label(("recheck",), "check", "exchange", axes)
 
-        def said_by_all(mine: Any) -> dict[int, Any]:
+        def said_by_all(mine: object) -> dict[int, Any]:
             texts = gather_texts(group, self.groups.device_type, json.dumps(mine), self.groups.describe, label)
             return {rank: json.loads(text) for rank, text in zip(members, texts, strict=True)}
 
@@ -171,7 +172,7 @@ class LookedAt:
     def grouped_outer(self, grad: Tensor, x: Tensor, groups: Any) -> Tensor:
         return self._look("wgrad", self._by.grouped_outer, grad, x, groups)
 
-    def _look(self, phase: str, multiply: Callable[..., Tensor], *operands: Any) -> Tensor:
+    def _look(self, phase: str, multiply: Callable[..., Tensor], *operands: object) -> Tensor:
         with looking_at(self._recheck, self._module, phase):
             return multiply(*operands)
 
@@ -203,7 +204,9 @@ class Looking(TorchDispatchMode):
         self.keep, self.count, self.samples = keep, 0, list[Sample]()
         self.title = ("", "forward")
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: TorchFunction, types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
         kwargs = kwargs or {}
         known = PRODUCTS.get(func)
         if known is None or not args[0].is_floating_point() or args[0].is_meta:

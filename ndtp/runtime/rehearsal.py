@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from ndtp.collectives.backends import backend_of
 from ndtp.collectives.streams import has_streams
+from ndtp.compute.torch_calls import Arguments, Keywords
 
 # Operations whose result the host must have before it can go on.
 READS_IN_HOST = {
@@ -71,7 +72,9 @@ class StepWatch(TorchDispatchMode):
         self.done: list[Done] = []
         self.modules: dict[int, nn.Module] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         if func.namespace == "c10d":
@@ -96,7 +99,7 @@ class StepWatch(TorchDispatchMode):
         for module in reversed(found):
             self.modules.setdefault(id(module), module)
 
-    def _look_at(self, name: str, args: Any, kwargs: Any, result: Any, line: SourceLine) -> None:
+    def _look_at(self, name: str, args: Arguments, kwargs: Keywords, result: object, line: SourceLine) -> None:
         given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         on_device = [x for x in given if has_streams(x.device.type)]
         if name in READS_IN_HOST and on_device and not (name == "repeat_interleave" and len(given) == 1):
@@ -118,7 +121,7 @@ class StepWatch(TorchDispatchMode):
                 Hazard(line, f"aten.{name}: a copy from the host; a replay repeats the values of the capture")
             )
 
-    def _look_at_group(self, args: Sequence[Any]) -> None:
+    def _look_at_group(self, args: Arguments) -> None:
         for each in args:
             if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):
                 group = dist.ProcessGroup.unbox(each)
@@ -155,7 +158,7 @@ def described(hazards: Sequence[Hazard]) -> str:
     return "\n".join([*lines[:MOST_NAMED], *more])
 
 
-def _forms(parts: Sequence[Any]) -> Iterator[Any]:
+def _forms(parts: Sequence[object]) -> Iterator[Any]:
     """The forms of tensors, and the numbers beside them."""
     for part in parts:
         if isinstance(part, Tensor):

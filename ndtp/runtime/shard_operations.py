@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 
+from ndtp.compute.torch_calls import Arguments, Keywords
 from ndtp.runtime.dtensor_rules import dtensor_of, is_odd
 from ndtp.runtime.facts import digest
 from ndtp.runtime.grid_parts import clear, on_every_rank
@@ -85,7 +86,7 @@ def is_norm_of_many(name: str, depth: int) -> bool:
     return any(frame is not None and frame.f_code is _TOTAL for frame in frames)
 
 
-def norms_on_shards(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
+def norms_on_shards(kind: Any, func: Any, args: Any, kwargs: object) -> Any:
     """Return the norm of a tensor of a grid, or of each in a list, of this rank's shards, as DTensors of which ranks
     have parts; or None where it is another operation, or a norm of another form, and nothing has run.
 
@@ -130,7 +131,7 @@ def is_joint(placement: Any) -> bool:
     return isinstance(placement, _NormPartial) or (placement.is_partial() and placement.reduce_op == "max")
 
 
-def joined_norms(kind: Any, norms: Sequence[Any]) -> Any:
+def joined_norms(kind: Any, norms: Sequence[Any]) -> object:
     """Return the norm of the norms of several tensors, [1], as one that every rank has; None of other norms.
 
     Torch asks for the norm of all norms, and for none of them.  A number travels instead of one for each tensor, so
@@ -164,7 +165,9 @@ def joined_norms(kind: Any, norms: Sequence[Any]) -> Any:
     return kind(on_every_rank(whole, result))
 
 
-def _lists(kind: Any, func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any], list[Any]] | None:
+def _lists(
+    kind: object, func: Any, args: Arguments, kwargs: Keywords
+) -> tuple[object, list[object], list[object]] | None:
     if not isinstance(args[0], (list, tuple)):
         return None
     count, is_fused = len(args[0]), func.overloadpacket.__name__ in FUSED
@@ -188,7 +191,7 @@ def _lying_as(made: Tensor, like: Any) -> DTensor:
     return DTensor.from_local(made, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=strides)
 
 
-def _others(args: Any, kwargs: Any, count: int) -> Iterator[Any]:
+def _others(args: Arguments, kwargs: Keywords, count: int) -> Iterator[Any]:
     """All operands of an operation on lists that are no lists of this length, those within other lists too."""
     for x in (*args, *kwargs.values()):
         if not isinstance(x, (list, tuple)):
@@ -201,12 +204,12 @@ def _local(kind: Any, x: Any) -> Any:
     return x._dtensor._local_tensor if type(x) is kind else x
 
 
-def _is_plain(x: Any) -> bool:
+def _is_plain(x: object) -> bool:
     """Whether an operand is the same on all ranks: a number, as one or as a tensor of none of the grid's kinds."""
     return isinstance(x, PLAIN) or (type(x) is Tensor and not x.dim())
 
 
-def _alike(kind: Any, operands: Sequence[Any], is_fused: bool = False) -> Any:
+def _alike(kind: Any, operands: Sequence[Any], is_fused: bool = False) -> object:
     """Return the first of operands on the grid, beside plain numbers, if all of them lie alike, else None.
 
     Args:

@@ -10,13 +10,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ndtp.compute.torch_calls import Arguments, Keywords, TorchFunction
 from ndtp.runtime.grid_parts import clear, full_of, lying_as, on_every_rank, part_of
 from ndtp.runtime.writes import writes
 
 
 def by_whole(
     kind: Any, func: Any, name: str, flat: Sequence[Any], tree: Any, written: Any, is_drawn: bool = False
-) -> Any:
+) -> object:
     """Run an operation on the whole of each operand, on every rank; what it writes goes back into the shards."""
     whole = {id(x): full_of(x) for x in flat if isinstance(x, DTensor)}
     args, kwargs = tree_unflatten([whole.get(id(x), x) for x in flat], tree)
@@ -48,7 +49,7 @@ def by_whole(
     return tree_unflatten([back(x, i) for i, x in enumerate(leaves)], form)
 
 
-def drawn(func: Any, args: Any, kwargs: Any) -> Any:
+def drawn(func: TorchFunction, args: Arguments, kwargs: Keywords) -> Any:
     """Draw the numbers of the dense tensor in place (`nn.init`), of which this rank keeps its part."""
     own = args[0]
     if own.is_meta:
@@ -60,7 +61,7 @@ def drawn(func: Any, args: Any, kwargs: Any) -> Any:
     return own
 
 
-def count_writes(written: Any) -> None:
+def count_writes(written: object) -> None:
     """Count a write to plain tensors in a list, which torch does not where tensors of a grid are in another list."""
     if isinstance(written, (list, tuple)):
         plain = [x for x in written if isinstance(x, Tensor) and not isinstance(x, DTensor) and not x.is_inference()]

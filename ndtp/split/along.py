@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ndtp.compute.torch_calls import Keywords, TorchFunction
 from ndtp.ops.reductions import sum_over
 from ndtp.split.elementwise import elementwise
 from ndtp.split.moving import brought
@@ -20,7 +21,7 @@ from ndtp.split.views import with_dims_at, without
 from ndtp.split.whole import whole
 
 
-def functions(*names: str) -> list[Any]:
+def functions(*names: str) -> list[object]:
     return [getattr(place, name) for place in (torch, Tensor, F) for name in names if hasattr(place, name)]
 
 
@@ -45,7 +46,7 @@ OF_NONE = {"flip", "any", "all"}  # for which no dims are none, and not all
 NAMED = {name for names in ALONG.values() for name in names} | {"glu"}
 
 
-def dims_of(func: Any, count: int, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:
+def dims_of(func: TorchFunction, count: int, args: Sequence[object], kwargs: Keywords) -> list[int]:
     """The dims along which a function looks, all where it names none; `args` are those behind the tensor."""
     name = func.__name__
     place, default = POSITION.get(name, (0, None))
@@ -61,7 +62,7 @@ def dims_of(func: Any, count: int, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 
 @rule(*functions(*NAMED))
-def along(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+def along(func: TorchFunction, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Apply a function along dims that are whole for it; results have these dims, or lack them."""
     if not isinstance(x, SplitTensor) or split_in([*args, *kwargs.values()]) or kwargs.get("out") is not None:
         return NotImplemented
@@ -96,14 +97,16 @@ def _of_finite_padding(x: SplitTensor, dims: Sequence[int]) -> SplitTensor:
 
 
 @rule(torch.diff, Tensor.diff)
-def differences(func: Any, x: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
+def differences(
+    func: TorchFunction, x: Tensor, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None
+) -> object:
     """Differences along a dim of what is joined along it."""
     parts = [part for part in (prepend, x, append) if part is not None]
     return along(func, torch.cat(parts, dim) if n and len(parts) > 1 else x, n, dim)
 
 
 @rule(*[getattr(place, name) for place in (torch, Tensor) for name in ("max", "min")])
-def _extremes(func: Any, *args: Any, **kwargs: Any) -> Any:
+def _extremes(func: TorchFunction, *args: object, **kwargs: object) -> object:
     """Element by element where both operands are tensors, else along a dim."""
     if len(args) == 2 and isinstance(args[1], Tensor) and not kwargs:
         return elementwise(func, *args)
@@ -133,7 +136,7 @@ def _entered(result: Any, spec: Spec, dims: Sequence[int]) -> Any:
     return enter(result.view_as(result), with_dims_at(spec, sizes, where))
 
 
-def _over_split(func: Any, x: SplitTensor, dims: list[int], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _over_split(func: TorchFunction, x: SplitTensor, dims: list[int], args: Sequence[Any], kwargs: Keywords) -> object:
     """Apply a function along dims that axes split: its statistics move, and not the tensor."""
     name = func.__name__
     if name == "amax" or name == "amin":
@@ -210,7 +213,7 @@ def without_padding(shard: Tensor, spec: Spec, dims: Sequence[int]) -> Tensor:
 
 
 @rule(torch.sum, Tensor.sum, torch.mean, Tensor.mean)
-def sums(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+def sums(func: TorchFunction, x: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(x, SplitTensor) or kwargs.get("out") is not None:
         return NotImplemented
     if not x.spec.sizes:
@@ -231,7 +234,7 @@ def sums(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @rule(torch.norm, Tensor.norm, torch.linalg.vector_norm, torch.linalg.norm)
-def norms(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+def norms(func: TorchFunction, x: Any, *args: Any, **kwargs: Any) -> Any:
     """The 2-norm and 1-norm of split dims by sums; others see these dims whole."""
     if not isinstance(x, SplitTensor) or kwargs.get("out") is not None:
         return NotImplemented
@@ -256,7 +259,7 @@ def norms(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     return _root(total(_square(x), dims, keepdim))
 
 
-def _square(x: Any) -> Any:
+def _square(x: Tensor) -> Any:
     """Square the magnitudes of numbers, which may be complex."""
     size = x.abs() if x.is_complex() else x
     return size * size
@@ -269,14 +272,16 @@ def _root(squares: Tensor) -> Tensor:
 
 
 @rule(F.normalize)
-def normalize(func: Any, x: Any, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None) -> Any:
+def normalize(
+    func: TorchFunction, x: object, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: object = None
+) -> object:
     if not isinstance(x, SplitTensor) or out is not None:
         return NotImplemented
     return x / torch.linalg.vector_norm(x, p, dim, keepdim=True).clamp_min(eps)
 
 
 @rule(F.glu)
-def glu(func: Any, x: Any, dim: int = -1) -> Any:
+def glu(func: TorchFunction, x: object, dim: int = -1) -> object:
     if not isinstance(x, SplitTensor):
         return NotImplemented
     a, b = x.chunk(2, dim)
@@ -284,7 +289,7 @@ def glu(func: Any, x: Any, dim: int = -1) -> Any:
 
 
 @rule(F.cosine_similarity, torch.cosine_similarity)
-def cosine(func: Any, a: Any, b: Any, dim: int = 1, eps: float = 1e-8) -> Any:
+def cosine(func: TorchFunction, a: Any, b: Any, dim: int = 1, eps: float = 1e-8) -> object:
     sizes = torch.broadcast_shapes(a.shape, b.shape)  # whose dim it is
     a, b = (x if x.shape == sizes else x.expand(sizes) for x in (a, b))
     both = [torch.linalg.vector_norm(x, 2, dim, keepdim=True).clamp_min(eps) for x in (a, b)]
@@ -292,7 +297,7 @@ def cosine(func: Any, a: Any, b: Any, dim: int = 1, eps: float = 1e-8) -> Any:
 
 
 @rule(torch.cat, torch.concat, torch.concatenate, torch.stack, torch.hstack, torch.vstack)
-def join(func: Any, parts: Sequence[Tensor], dim: int = 0, *, out: Any = None, **kwargs: Any) -> Any:
+def join(func: TorchFunction, parts: Sequence[Tensor], dim: int = 0, *, out: Any = None, **kwargs: Any) -> Any:
     """Join parts along a dim that is whole in all of them; in other dims they lie as the largest part."""
     dim = kwargs.get("axis", dim)
     if out is not None:
@@ -336,7 +341,7 @@ def join(func: Any, parts: Sequence[Tensor], dim: int = 0, *, out: Any = None, *
 
 
 @rule(torch.tril, Tensor.tril, torch.triu, Tensor.triu)
-def triangle(func: Any, x: Any, diagonal: int = 0, *, out: Any = None) -> Any:
+def triangle(func: TorchFunction, x: Any, diagonal: int = 0, *, out: object = None) -> object:
     """Keep a triangle, by the places in the last two dims."""
     if not isinstance(x, SplitTensor) or out is not None or len(x.spec.sizes) < 2:
         return NotImplemented
@@ -345,7 +350,7 @@ def triangle(func: Any, x: Any, diagonal: int = 0, *, out: Any = None) -> Any:
 
 
 @rule(Tensor.repeat, torch.tile, Tensor.tile)
-def repeat(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+def repeat(func: TorchFunction, x: object, *args: object, **kwargs: object) -> object:
     """Dims that are repeated once stay split."""
     if not isinstance(x, SplitTensor) or kwargs:
         return NotImplemented
@@ -360,7 +365,7 @@ def repeat(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @rule(*[getattr(place, name) for place in (torch, Tensor) for name in ("gather", "index_select", "take_along_dim")])
-def pick(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+def pick(func: TorchFunction, x: object, *args: object, **kwargs: object) -> object:
     """Pick along a dim that is whole; indices that are whole are cut as the tensor is."""
     along_dim = func in (torch.take_along_dim, Tensor.take_along_dim)
     names = ("indices", "dim") if along_dim else ("dim", "index")

@@ -18,6 +18,7 @@ from torch import Tensor
 from ndtp.algebra.attention_ways import AttentionWays
 from ndtp.algebra.ring_plan import RingPlan
 from ndtp.compute.partial_attention import causal_attention
+from ndtp.compute.torch_calls import TorchFunction
 from ndtp.compute.traces import is_autocast_on
 from ndtp.errors import LayoutError
 from ndtp.ops.ring_attention import ring_attention
@@ -33,8 +34,8 @@ KIND = "activations"  # of queries, keys, values and results, for the wire
 
 @rule(F.scaled_dot_product_attention)
 def attention(
-    func: Any, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
-    scale: float | None = None, enable_gqa: bool = False,
+    func: TorchFunction, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
     """Batch dims and heads may be split, and the places of queries, each of which looks at all keys and values."""
     if query.dim() < 3 or not (query.dim() == key.dim() == value.dim()):
@@ -105,7 +106,7 @@ def _autocast(query: Any, key: Any, value: Any, mask: Any) -> tuple[Any, Any, An
     return query, key, value, mask
 
 
-def _heads_alike(query: Any, key: Any, value: Any, enable_gqa: bool) -> tuple[Any, Any, Any, bool]:
+def _heads_alike(query: Tensor, key: Any, value: Any, enable_gqa: bool) -> tuple[Any, Any, Any, bool]:
     """Return operands whose heads lie alike, and whether keys and values have fewer heads than queries."""
     (few, times), (few_values, times_of_values) = once(key, -3), once(value, -3)
     if times == times_of_values > 1 and not enable_gqa:
@@ -145,7 +146,7 @@ def _brought_mask(mask: Tensor, query: Any, spec: Spec, lead: Sequence[Axes], al
     return _open(mask, Spec(spec.context, whole_mask, layout_of(spec.mesh, dims), tuple(wide_mask)))
 
 
-def _below(query: Any, key: Any) -> Tensor:
+def _below(query: Tensor, key: Any) -> Tensor:
     """Return the causal mask of all queries and keys, as torch aligns it."""
     return torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
 
@@ -187,7 +188,7 @@ def _way(query: SplitTensor, key: Any, value: Any, mask: Any, is_causal: bool) -
     return way
 
 
-def _lies_as(x: Any, spec: Spec) -> bool:
+def _lies_as(x: object, spec: Spec) -> bool:
     """Return whether a rank's keys or values are those of its own queries: split and padded alike, with as many heads
     or a part of them.
     """
@@ -278,7 +279,7 @@ def _grouped(query: Any, key: Any, value: Any) -> Any:
     return query, key, value
 
 
-def _composed(q: Any, k: Any, v: Any, mask: Any, p: float, is_causal: bool, scale: float | None, gqa: bool) -> Any:
+def _composed(q: Any, k: Any, v: Any, mask: Any, p: float, is_causal: bool, scale: float | None, gqa: bool) -> Tensor:
     """Attention with dropout, whose mask is one for the whole, by its parts."""
     if gqa and q.shape[-3] != k.shape[-3]:
         k, v = (x.repeat_interleave(q.shape[-3] // k.shape[-3], -3) for x in (k, v))

@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 
+from ndtp.compute.torch_calls import TorchFunction
 from ndtp.split.copies import as_view, standing_for, with_strides_of
 from ndtp.split.tensor import SplitTensor, enter, getters, leave, like, rule
 from ndtp.split.views import with_dims_at, without
 
 
 @rule(torch.view_as_complex, torch.view_as_real, torch.real, torch.imag, *getters("real", "imag"))
-def complex_view(func: Any, x: Any) -> Any:
+def complex_view(func: TorchFunction, x: Any) -> object:
     """A view whose dims are those of the tensor, but for the one of pairs, which is whole."""
     if not isinstance(x, SplitTensor):
         return NotImplemented

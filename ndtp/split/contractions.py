@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ndtp.algebra.grid import Grid
+from ndtp.compute.torch_calls import TorchFunction
 from ndtp.compute.traces import is_autocast_on
 from ndtp.ops.reductions import sum_over
 from ndtp.runtime.recheck import looking_at
@@ -124,7 +125,7 @@ def _batched(a: Tensor, b: Tensor, tail_a: str, tail_b: str, tail_out: str) -> t
 
 @rule(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.mm, Tensor.mm, torch.mv, Tensor.mv,
       Tensor.__rmatmul__, torch.dot, Tensor.dot)  # fmt: skip
-def matmul(func: Any, a: Any, b: Any, **kwargs: Any) -> Any:
+def matmul(func: TorchFunction, a: Any, b: Any, **kwargs: Any) -> Any:
     if kwargs or not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return NotImplemented
     if func is Tensor.__rmatmul__:
@@ -144,7 +145,7 @@ FACTORS = ("batch1", "mat1", "batch2", "mat2")
 
 @rule(torch.baddbmm, Tensor.baddbmm, torch.addmm, Tensor.addmm)
 def added(
-    func: Any, c: Any, a: Any = None, b: Any = None, *, beta: float = 1, alpha: float = 1, **named: Any
+    func: TorchFunction, c: Any, a: Any = None, b: Any = None, *, beta: float = 1, alpha: float = 1, **named: object
 ) -> Any:  # fmt: skip
     factors = [x for x in (a, b) if x is not None] + [named.pop(key) for key in FACTORS if key in named]
     if named or len(factors) != 2:
@@ -159,7 +160,7 @@ def added(
 
 
 @rule(F.linear)
-def linear(func: Any, x: Any, weight: Any, bias: Any = None) -> Any:
+def linear(func: TorchFunction, x: Tensor, weight: Tensor, bias: Any = None) -> Any:
     """Multiply by a weight that is whole on every rank."""
     if x.dim() < 1 or weight.dim() != 2:
         return NotImplemented
@@ -175,7 +176,7 @@ def _in_autocast(c: Any, product: Any) -> Any:
 
 
 @rule(torch.einsum)
-def einsum(func: Any, *operands: Any) -> Any:
+def einsum(func: TorchFunction, *operands: Any) -> Any:
     equation, *tensors = operands
     if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)):
         tensors = list(tensors[0])
@@ -206,7 +207,7 @@ def einsum(func: Any, *operands: Any) -> Any:
     return contract(tensors[0], tensors[1], (parts[0], parts[1], out), lambda a, b: torch.einsum(text, a, b))
 
 
-def _einsum_of_others(func: Any, equation: str, tensors: Sequence[Tensor]) -> Any:
+def _einsum_of_others(func: TorchFunction, equation: str, tensors: Sequence[Tensor]) -> object:
     """Compute an einsum with its ellipsis replaced by letters, of one operand, or of many by pairs."""
     given, arrow, out = equation.replace(" ", "").partition("->")
     parts = given.split(",")

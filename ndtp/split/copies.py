@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ndtp.compute.constants import constant_on
+from ndtp.compute.torch_calls import TorchFunction
 from ndtp.errors import LayoutError
 from ndtp.runtime.versions import version_of as version_of_plain
 from ndtp.split.moving import cut, moved, section_order
@@ -121,7 +122,7 @@ def state_of(x: Tensor) -> Any:
     return version_of(x)
 
 
-def written(x: Any) -> None:
+def written(x: object) -> None:
     """Tell those that a tensor which was changed in place is a view of."""
     if not isinstance(x, Linked):
         return
@@ -183,7 +184,7 @@ def with_strides_of(made: SplitTensor, dense: Tensor) -> SplitTensor:
 
 
 @rule(Tensor.__deepcopy__)
-def copied(func: Any, x: SplitTensor, memo: dict[int, Any]) -> Any:
+def copied(func: TorchFunction, x: SplitTensor, memo: dict[int, Any]) -> Any:
     """`copy.deepcopy` of a tensor, which lies as that does: a cache of keys that is copied knows what it holds."""
     if x.requires_grad and not x.is_leaf:
         return NotImplemented  # which torch refuses

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ndtp.compute.constants import constant_on
+from ndtp.compute.torch_calls import Arguments, Keywords, TorchFunction
 from ndtp.split.copies import as_view, share_memory, version_of, written
 from ndtp.split.moving import brought, moved, section_order
 from ndtp.split.spec import Axes, Context, Spec, layout_of
@@ -43,7 +44,7 @@ SINGULAR = (
 )  # fmt: skip
 # What puts numbers of the code's choice into a tensor, -inf for example, and so into padding.
 FILLS = ("fill", "full_like", "masked_fill", "where")
-PLACES: tuple[Any, ...] = (torch, F, torch._C._nn, Tensor, torch.special)
+PLACES = (torch, F, torch._C._nn, Tensor, torch.special)
 
 
 def named(names: Iterable[str]) -> list[Any]:
@@ -131,7 +132,7 @@ def _whole_last(x: SplitTensor) -> SplitTensor:
 
 
 @rule(*named(NAMES), torch.ops.aten.detach.default)  # the latter from a checkpoint under a dispatch mode
-def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
+def elementwise(func: TorchFunction, *args: Any, **kwargs: Any) -> Any:
     """Each rank computes its part of the result, which lies as the largest operand does."""
     operands = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     if len(split_in([*args, *kwargs.values()])) != sum(isinstance(x, SplitTensor) for x in operands):
@@ -182,7 +183,7 @@ def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     return made
 
 
-def _of_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _of_one(func: TorchFunction, args: Arguments, kwargs: Keywords) -> Any:
     """Apply a function of one tensor and numbers."""
     x = next(x for x in (*args, *kwargs.values()) if isinstance(x, SplitTensor))
     into = x if writes(func) or kwargs.get("inplace") or any(y is True for y in args[1:]) else None
@@ -227,7 +228,7 @@ def _result(func: Any, args: Sequence[Any], kwargs: dict[str, Any], spec: Spec, 
 
 
 @rule(torch.rand_like, torch.randn_like, torch.randint_like)
-def _random(func: Any, x: SplitTensor, *args: Any, **kwargs: Any) -> Any:
+def _random(func: TorchFunction, x: SplitTensor, *args: Any, **kwargs: Any) -> object:
     """The numbers that the dense model would draw, whole on every rank: ranks have one seed.
 
     They are drawn in the order of memory, so the tensor that they are drawn for has the strides of the dense one.
@@ -238,6 +239,6 @@ def _random(func: Any, x: SplitTensor, *args: Any, **kwargs: Any) -> Any:
 
 
 @rule(Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full, Tensor.new_tensor)
-def _new(func: Any, x: SplitTensor, *args: Any, **kwargs: Any) -> Any:
+def _new(func: TorchFunction, x: SplitTensor, *args: Any, **kwargs: Any) -> object:
     """A new tensor of other sizes is whole."""
     return func(leave(x), *args, **kwargs)

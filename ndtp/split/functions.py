@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 
 from ndtp.collectives.torch_patches import replaced
+from ndtp.compute.torch_calls import Arguments, AutogradContext, Keywords
 from ndtp.compute.traces import TransformedError
 from ndtp.runtime.at_work import at_work
 from ndtp.runtime.default_group import OwnRows, uses
@@ -75,7 +76,7 @@ def _contiguous(grads: Any) -> Any:
     return tuple(grad if grad is None else grad.contiguous() for grad in grads)
 
 
-def _ruled(cls: Any, args: Any, kwargs: Any) -> Any:
+def _ruled(cls: Any, args: Arguments, kwargs: Keywords) -> Any:
     if cls is CheckpointFunction:
         return _given(_Checkpoint, *map(_computed, args), **kwargs)
     if cls is _SAVES_INPUTS:
@@ -105,7 +106,7 @@ class _Checkpoint(CheckpointFunction):
     """
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> Any:
+    def forward(ctx: AutogradContext, *args: Any) -> Any:
         given = [x for x in args if isinstance(x, Tensor)]
         rows = at_work()
         ctx.ndtp_again, ctx.ndtp_forms = None if rows is None else rows.while_running(), _forms(given)
@@ -114,7 +115,7 @@ class _Checkpoint(CheckpointFunction):
         return mapped(result, lambda x: x.view_as(x) if any(x is y for y in given) else _computed(x), Tensor)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: AutogradContext, *grads: Any) -> Any:
         """The gradients that its inputs have kept, which autograd wants as shards without a form."""
         run = partial(_backward_of_torch, _InForm(ctx))
         kept = (run if ctx.ndtp_again is None else ctx.ndtp_again(run))(*grads)
@@ -125,18 +126,18 @@ class _Checkpoint(CheckpointFunction):
 class _InForm:
     """A view of what a checkpoint has kept, with split tensors as they were: hooks of an outer one keep shards."""
 
-    def __init__(self, ctx: Any) -> None:
+    def __init__(self, ctx: AutogradContext) -> None:
         self._ctx = ctx
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ctx, name)
 
     @property
-    def saved_tensors(self) -> list[Any]:
+    def saved_tensors(self) -> list[object]:
         return _with_forms(self._ctx.saved_tensors, self._ctx.ndtp_forms)
 
 
-def _computed(x: Any) -> Any:
+def _computed(x: Any) -> object:
     return x.now() if hasattr(type(x), "now") else x
 
 
@@ -240,7 +241,7 @@ def _namespaces(model: nn.Module) -> Iterator[dict[str, Any]]:
             yield vars(sys.modules[name])
 
 
-def _below(kind: Any) -> Iterator[Any]:
+def _below(kind: Any) -> Iterator[object]:
     for each in kind.__subclasses__():
         yield each
         yield from _below(each)

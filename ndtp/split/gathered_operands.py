@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ndtp.compute.torch_calls import TorchFunction
 from ndtp.errors import LayoutError
 from ndtp.split.copies import copied_into, share_memory, written
 from ndtp.split.same_rows import given_whole
@@ -101,7 +102,7 @@ class GatheredOperands:
                 self._bring_back(x, made)
         return self._with_operands(result)
 
-    def _has_changed(self, x: Any, before: Tensor) -> bool:
+    def _has_changed(self, x: object, before: Tensor) -> bool:
         """Return whether what was written to another operand has changed the numbers of this one; a collective."""
         now = self._whole(x).detach()
         return bool(((now != before) & ~((now != now) & (before != before))).any())
@@ -140,7 +141,7 @@ def root_of(x: Any) -> int:
         return id(x)
 
 
-def receives(func: Any, result: Any) -> bool:
+def receives(func: TorchFunction, result: object) -> bool:
     """Return whether a function is a collective of torch, whose writes torch does not count; then it has ended."""
     if getattr(func, "__module__", "") != "torch.distributed.distributed_c10d":
         return False

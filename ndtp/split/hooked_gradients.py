@@ -17,6 +17,7 @@ from torch.nn.modules._functions import BackwardHookFunction
 from torch.overrides import has_torch_function_unary
 
 from ndtp.collectives.torch_patches import replaced
+from ndtp.compute.torch_calls import Arguments, TorchFunction
 from ndtp.compute.traces import refuse_batched
 from ndtp.errors import LayoutError
 from ndtp.runtime.arrival import is_plain, wrapped
@@ -66,7 +67,7 @@ def _parameter_of(x: Any) -> Any:
 
 
 @rule(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
-def hooked(func: Any, x: Any, hook: Callable[[Any], Any]) -> Any:
+def hooked(func: TorchFunction, x: Tensor, hook: Callable[[Any], Any]) -> object:
     """Register a user's hook on the gradient of a split tensor, or on that of the parameter for which it stands."""
     if (of := _parameter_of(x)) is not None:
         return func(of, hook)
@@ -84,7 +85,7 @@ def hooked(func: Any, x: Any, hook: Callable[[Any], Any]) -> Any:
 
 
 @rule(*getters("grad", "_grad"))
-def gradient(func: Any, x: Any) -> Tensor | None:
+def gradient(func: TorchFunction, x: Tensor) -> Tensor | None:
     """Return the gradient that a split tensor has kept, or that of the parameter for which it stands."""
     if (of := _parameter_of(x)) is not None:
         return of.grad  # type: ignore[no-any-return]
@@ -94,7 +95,7 @@ def gradient(func: Any, x: Any) -> Tensor | None:
 
 
 @rule(vars(torch._C.TensorBase)["grad"].__set__)
-def set_gradient(func: Any, x: SplitTensor, grad: Tensor | None) -> None:
+def set_gradient(func: TorchFunction, x: SplitTensor, grad: Tensor | None) -> None:
     """Put a gradient, whole or split, in the place of the one that a tensor has."""
     if (of := _parameter_of(x)) is not None:
         if isinstance(grad, Tensor) and is_plain(grad) and not is_plain(of):
@@ -121,7 +122,7 @@ def edge_of(x: Any) -> Any:
 
 @rule(torch.autograd.grad)
 def gradients(
-    func: Any,
+    func: TorchFunction,
     outputs: Any,
     inputs: Any,
     grad_outputs: Any = None,
@@ -147,7 +148,7 @@ def gradients(
 
 
 @rule(torch.autograd.backward, Tensor.backward)
-def _backward(func: Any, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+def _backward(func: TorchFunction, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Run backward with gradients that lie as the tensors do, as autograd hands them to a checkpoint, or are whole."""
     given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     grads: list[Any] = [grad_tensors]
@@ -168,7 +169,7 @@ def _backward(func: Any, tensors: Any, grad_tensors: Any = None, *args: Any, **k
 # ------------------------------------------------------------------------------------------------ hooks of modules
 
 
-def _alias(func: Any, *tensors: Any) -> Any:
+def _alias(func: TorchFunction, *tensors: Any) -> object:
     """Link the gradients of a module's inputs or outputs, as torch does for its hooks; nothing is computed."""
     forms = [form_of(x) for x in tensors]
     with torch._C.DisableTorchFunctionSubclass():
@@ -181,13 +182,13 @@ def _alias(func: Any, *tensors: Any) -> Any:
     return tuple(made)
 
 
-def _now(args: Any) -> Any:
+def _now(args: object) -> Any:
     """Arguments or results with those computed that were still to be."""
     return type(args)(x.now() if hasattr(type(x), "now") else x for x in args) if type(args) is tuple else args
 
 
-def _with_forms(given: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    def setup_input_hook(self: Any, args: Any) -> Any:
+def _with_forms(given: Callable[[Any, Any], object]) -> Callable[[Any, Any], Any]:
+    def setup_input_hook(self: Any, args: Any) -> object:
         args = _now(args)
         self.ndtp_inputs = [form_of(x) for x in args]
         return given(self, args)
@@ -195,7 +196,7 @@ def _with_forms(given: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return setup_input_hook
 
 
-def _with_forms_out(given: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def _with_forms_out(given: Callable[[Any, Any], object]) -> Callable[[Any, Any], Any]:
     def setup_output_hook(self: Any, args: Any) -> Any:
         args = _now((args,))[0] if isinstance(args, Tensor) else _now(args)
         inputs, outputs = self.ndtp_inputs, [form_of(x) for x in (args if isinstance(args, tuple) else (args,))]
@@ -210,16 +211,18 @@ def _with_forms_out(given: Callable[[Any, Any], Any]) -> Callable[[Any, Any], An
 ShardForms = Sequence[ShardForm | None]
 
 
-def _called(hook: Any, inputs: ShardForms, outputs: ShardForms, module: Any, grad_input: Any, grad_output: Any) -> Any:
+def _called(
+    hook: Any, inputs: ShardForms, outputs: ShardForms, module: Any, grad_input: Any, grad_output: Any
+) -> object:
     given = hook(module, _each(entered, grad_input, inputs), _each(entered, grad_output, outputs))
     return _each(taken_back, given, inputs)
 
 
-def _called_before(hook: Any, outputs: ShardForms, module: Any, grad_output: Any) -> Any:
+def _called_before(hook: Any, outputs: ShardForms, module: Any, grad_output: Any) -> object:
     return _each(taken_back, hook(module, _each(entered, grad_output, outputs)), outputs)
 
 
-def _each(change: Callable[[Any, Any], Any], values: Any, forms: ShardForms) -> Any:
+def _each(change: Callable[[Any, Any], object], values: object, forms: ShardForms) -> object:
     if not isinstance(values, (tuple, list)) or len(values) != len(forms):
         return values  # which torch refuses, if a hook gave it
     return tuple(change(x, form) for x, form in zip(values, forms, strict=True))
@@ -228,7 +231,7 @@ def _each(change: Callable[[Any, Any], Any], values: Any, forms: ShardForms) -> 
 def _refusing(given: Callable[..., None]) -> Callable[..., None]:
     """Refuse a hook of `register_backward_hook` on a split result; torch calls this where it has registered one."""
 
-    def _maybe_warn_non_full_backward_hook(module: Any, args: Any, result: Any, grad_fn: Any) -> None:
+    def _maybe_warn_non_full_backward_hook(module: object, args: Arguments, result: object, grad_fn: object) -> None:
         if any(form_of(x) is not None for x in _tensors(result)):
             raise LayoutError(
                 f"register_backward_hook on {type(module).__name__}: such a hook gets the gradients of the last "

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ndtp.compute.torch_calls import TorchFunction
 from ndtp.split.copies import Copy, share_memory, version_of, written
 from ndtp.split.elementwise import aligned
 from ndtp.split.tensor import SplitTensor, enter, leave, rule
@@ -17,7 +18,7 @@ from ndtp.split.whole import whole
 
 
 @rule(Tensor.__getitem__)
-def item(func: Any, x: Any, key: Any) -> Any:
+def item(func: Any, x: Any, key: object) -> Any:
     """Slices and picks of dims that are whole; a dim that is picked from is gathered, and no other."""
     if not isinstance(x, SplitTensor):
         return NotImplemented
@@ -46,7 +47,7 @@ def _as_torch_has_it(key: Any) -> Any:
 
 
 @rule(Tensor.__setitem__)
-def set_item(func: Any, x: Any, key: Any, value: Any) -> Any:
+def set_item(func: TorchFunction, x: Any, key: Any, value: Any) -> object:
     """Write into places of dims that are whole; each rank writes into its part of the other dims."""
     if not isinstance(x, SplitTensor):
         return NotImplemented
@@ -134,10 +135,10 @@ def _picked(func: Any, x: SplitTensor, keys: Sequence[Any]) -> Any:
     return enter(result.view_as(result), with_dims_at(x.spec, sizes, where))
 
 
-def _is_mask(key: Any) -> bool:
+def _is_mask(key: object) -> bool:
     return isinstance(key, Tensor) and key.dtype in (torch.bool, torch.uint8)
 
 
-def _selects(key: Any) -> bool:
+def _selects(key: object) -> bool:
     """Return whether a key takes one place of a dim, and the dim with it."""
     return isinstance(key, int) or (isinstance(key, Tensor) and not key.dim() and not _is_mask(key))

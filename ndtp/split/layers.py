@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn._reduction import get_enum
 
+from ndtp.compute.torch_calls import TorchFunction
 from ndtp.compute.traces import is_autocast_on
 from ndtp.errors import LayoutError
 from ndtp.nn.losses import cross_entropy
@@ -28,7 +29,7 @@ from ndtp.split.whole import whole
 
 
 @rule(F.dropout, torch.dropout, torch.dropout_, F.alpha_dropout, F.feature_alpha_dropout)
-def dropout(func: Any, x: Any, p: float = 0.5, *args: Any, **kwargs: Any) -> Any:
+def dropout(func: TorchFunction, x: object, p: float = 0.5, *args: object, **kwargs: object) -> Any:
     """This rank's part of one mask for the whole."""
     training, inplace = (*args, *list(kwargs.values())[len(args) :], *(True, False)[len(args) + len(kwargs) :])[:2]
     training, inplace = kwargs.get("training", kwargs.get("train", training)), kwargs.get("inplace", inplace)
@@ -57,7 +58,7 @@ _signature = cache(signature)
 
 
 @rule(F.embedding, F.embedding_bag)
-def look_up(func: Any, ids: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
+def look_up(func: TorchFunction, ids: object, weight: Any, *args: object, **kwargs: object) -> object:
     """Rows of a table whose features are split: each rank looks up its part of every row.
 
     A gradient that would be sparse is a dense one, of which autograd can make the table's.
@@ -79,13 +80,21 @@ def look_up(func: Any, ids: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
 
 @rule(F.layer_norm, torch.layer_norm)
 def layer_norm(
-    func: Any, x: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *rest: Any
-) -> Any:
+    func: TorchFunction,
+    x: Tensor,
+    normalized_shape: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    *rest: Any,
+) -> object:
     return _normed(x, normalized_shape, weight, bias, eps, True)
 
 
 @rule(F.rms_norm, torch.rms_norm)
-def rms_norm(func: Any, x: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
+def rms_norm(
+    func: TorchFunction, x: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None
+) -> object:
     if isinstance(x, SplitTensor) and eps is None:
         eps = default_eps(x.dtype)
     return _normed(x, normalized_shape, weight, None, eps, False)
@@ -102,7 +111,7 @@ def _check_sizes(what: str, sizes: Sequence[int], **given: Tensor | None) -> Non
             raise LayoutError(f"{what}: {name} is {tuple(x.shape)}\n  fix: give one of {tuple(sizes)}")
 
 
-def _normed(x: Any, shape: Any, weight: Any, bias: Any, eps: Any, centred: bool) -> Any:
+def _normed(x: Any, shape: Any, weight: Tensor | None, bias: Tensor | None, eps: Any, centred: bool) -> Any:
     """Normalise over the last dims: moments of a row are merged over the axes that split them, and nothing else
     moves.
     """
@@ -137,9 +146,9 @@ def _normed(x: Any, shape: Any, weight: Any, bias: Any, eps: Any, centred: bool)
 
 @rule(F.batch_norm)
 def batch_norm(
-    func: Any, x: Any, running_mean: Any = None, running_var: Any = None, weight: Any = None, bias: Any = None,
-    training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
-) -> Any:  # fmt: skip
+    func: TorchFunction, x: Any, running_mean: Any = None, running_var: Any = None, weight: Tensor | None = None,
+    bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+) -> object:  # fmt: skip
     """Normalise by the statistics of each channel, which move where samples or places are split."""
     if not isinstance(x, SplitTensor) or len(x.spec.sizes) < 2:
         return NotImplemented
@@ -174,7 +183,7 @@ PER_SAMPLE = {
 
 
 @rule(*{getattr(place, name) for name in PER_SAMPLE for place in (F, torch) if hasattr(place, name)})
-def per_sample(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+def per_sample(func: TorchFunction, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Convolutions, pools and the like: of samples of this rank, by weights that every rank has whole."""
     name = func.__name__.removeprefix("boolean_dispatch.<locals>.")
     if not isinstance(x, SplitTensor):  # a weight is split, as it is stored
@@ -213,9 +222,9 @@ def per_sample(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 @rule(F.instance_norm)
 def instance_norm(
-    func: Any, x: Any, running_mean: Any = None, running_var: Any = None, weight: Any = None, bias: Any = None,
-    use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
-) -> Any:  # fmt: skip
+    func: TorchFunction, x: Any, running_mean: Any = None, running_var: Any = None, weight: Tensor | None = None,
+    bias: Tensor | None = None, use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
+) -> object:  # fmt: skip
     """Normalise each channel of a sample; running statistics are averages over all samples, split ones, too."""
     running = [each for each in (running_mean, running_var) if each is not None]
     if not isinstance(x, SplitTensor) or x.dim() < 3 or len(running) == 1:
@@ -233,7 +242,7 @@ def instance_norm(
     return y
 
 
-def _reduced(losses: Any, reduction: str) -> Any:
+def _reduced(losses: Any, reduction: str) -> object:
     get_enum(reduction)  # torch's error for a word that means nothing
     return losses if reduction == "none" else losses.mean() if reduction == "mean" else losses.sum()
 
@@ -242,7 +251,9 @@ def _reduced(losses: Any, reduction: str) -> Any:
     F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy_with_logits, F.binary_cross_entropy,
     F.soft_margin_loss, F.poisson_nll_loss,
 )  # fmt: skip
-def pointwise_loss(func: Any, x: Any, target: Any, *args: Any, reduction: str = "mean", **kwargs: Any) -> Any:
+def pointwise_loss(
+    func: TorchFunction, x: Tensor, target: Any, *args: object, reduction: str = "mean", **kwargs: Any
+) -> object:
     """Losses that are computed element by element."""
     get_enum(reduction)
     if (
@@ -265,9 +276,9 @@ def pointwise_loss(func: Any, x: Any, target: Any, *args: Any, reduction: str = 
 
 @rule(F.kl_div)
 def kl_div(
-    func: Any, x: Any, target: Any, size_average: Any = None, reduce: Any = None, reduction: str = "mean",
-    log_target: bool = False,
-) -> Any:  # fmt: skip
+    func: TorchFunction, x: Tensor, target: Any, size_average: object = None, reduce: object = None,
+    reduction: str = "mean", log_target: bool = False,
+) -> object:  # fmt: skip
     if size_average is not None or reduce is not None:
         return NotImplemented
     if is_autocast_on(x.device.type):  # which computes it in float32
@@ -281,9 +292,9 @@ def kl_div(
 
 @rule(F.cross_entropy)
 def cross_entropy_loss(
-    func: Any, logits: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
-    reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
-) -> Any:  # fmt: skip
+    func: TorchFunction, logits: Any, target: Any, weight: Tensor | None = None, size_average: object = None,
+    ignore_index: int = -100, reduce: object = None, reduction: str = "mean", label_smoothing: float = 0.0,
+) -> object:  # fmt: skip
     """Compute the loss of logits whose classes stay split; rows may be split, too."""
     if not isinstance(logits, SplitTensor) or size_average is not None or reduce is not None:
         return NotImplemented

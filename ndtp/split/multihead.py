@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ndtp.compute.torch_calls import TorchFunction
 from ndtp.errors import LayoutError
 from ndtp.split.tensor import rule
 
@@ -95,14 +96,14 @@ def _mask(
 
 @rule(F.multi_head_attention_forward)
 def _multi_head_attention_forward(
-    func: Any, query: Tensor, key: Tensor, value: Tensor, embed_dim_to_check: int, num_heads: int,
+    func: TorchFunction, query: Tensor, key: Tensor, value: Tensor, embed_dim_to_check: int, num_heads: int,
     in_proj_weight: Tensor | None, in_proj_bias: Tensor | None, bias_k: Tensor | None, bias_v: Tensor | None,
     add_zero_attn: bool, dropout_p: float, out_proj_weight: Tensor, out_proj_bias: Tensor | None,
     training: bool = True, key_padding_mask: Tensor | None = None, need_weights: bool = True,
     attn_mask: Tensor | None = None, use_separate_proj_weight: bool = False, q_proj_weight: Tensor | None = None,
     k_proj_weight: Tensor | None = None, v_proj_weight: Tensor | None = None, static_k: Tensor | None = None,
     static_v: Tensor | None = None, average_attn_weights: bool = True, is_causal: bool = False,
-) -> Any:  # fmt: skip
+) -> object:  # fmt: skip
     """Queries, keys and values are [length, batch, features], or [length, features]."""
     if static_k is not None or static_v is not None:
         return NotImplemented

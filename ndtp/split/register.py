@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ndtp.compute.torch_calls import Arguments, Keywords, TorchFunction
 from ndtp.errors import LayoutError
 from ndtp.split.elementwise import elementwise
 from ndtp.split.moving import moved
@@ -14,7 +15,7 @@ from ndtp.split.tensor import TABLE, SplitTensor, enter, leave
 from ndtp.split.views import with_dims_at
 
 
-def register_rule(func: Any, rule: str | Callable[..., Any], whole_dims: Sequence[int] = (-1,)) -> None:
+def register_rule(func: TorchFunction, rule: str | Callable[..., object], whole_dims: Sequence[int] = (-1,)) -> None:
     """Tell how a function that is not torch's takes split tensors; without a rule it gets them whole, gathered.
 
     Args:
@@ -37,7 +38,7 @@ def register_rule(func: Any, rule: str | Callable[..., Any], whole_dims: Sequenc
         raise LayoutError(f"register_rule: {rule!r} is neither 'elementwise' nor 'batch' nor a function")
 
 
-def _batch(func: Any, x: Any, whole_dims: Sequence[int], args: Any, kwargs: Any) -> Any:
+def _batch(func: TorchFunction, x: Any, whole_dims: Sequence[int], args: Arguments, kwargs: Keywords) -> object:
     if not isinstance(x, SplitTensor) or any(isinstance(y, Tensor) for y in (*args, *kwargs.values())):
         return NotImplemented
     count = len(x.spec.sizes)

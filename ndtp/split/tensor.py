@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ndtp.compute.torch_calls import Arguments, Keywords, TorchFunction
 from ndtp.compute.traces import is_in_transform
 from ndtp.errors import LayoutError
 from ndtp.runtime.eagerly import as_it_is
@@ -27,7 +28,7 @@ TABLE: dict[Any, Rule] = {}
 NO_RULE, GATHERED, FORM, IN_TRANSFORM = "no rule", "gathered", "form", "in a transform"
 
 
-def rule(*functions: Any) -> Callable[[Rule], Rule]:
+def rule(*functions: object) -> Callable[[Rule], Rule]:
     """Put a rule into the table.  It is called as `rule(func, *args, **kwargs)`, and may give `NotImplemented`."""
 
     def put(made: Rule) -> Rule:
@@ -37,7 +38,7 @@ def rule(*functions: Any) -> Callable[[Rule], Rule]:
     return put
 
 
-def getters(*names: str) -> list[Any]:
+def getters(*names: str) -> list[object]:
     return [getattr(Tensor, name).__get__ for name in names if hasattr(Tensor, name)]
 
 
@@ -66,7 +67,7 @@ OF_A_LEAF = {*getters("is_leaf"), Tensor.requires_grad.__set__, Tensor.requires_
 def _part(name: str) -> property:
     """`z.real` and `z.imag`, which torch sets without asking `__torch_function__`: a write to the view."""
 
-    def put(z: Tensor, value: Any) -> None:
+    def put(z: Tensor, value: object) -> None:
         getattr(z, name).copy_(value)
 
     return property(getattr(Tensor, name).__get__, put)
@@ -122,7 +123,7 @@ class SplitTensor(Linked):
     real, imag = _part("real"), _part("imag")
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> object:
         given, kwargs = kwargs or {}, in_torchs_words(func, kwargs)
         if func in SHAPE:
             return torch.Size(args[0].spec.sizes)
@@ -166,7 +167,7 @@ NUMPYS = {"axis": "dim", "keepdims": "keepdim"}
 OF_TORCH = (type(torch.sum), type(Tensor.sum))
 
 
-def in_torchs_words(func: Any, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+def in_torchs_words(func: TorchFunction, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     """Name the arguments as torch does, `dim` for `axis`: rules know these names alone."""
     if not kwargs:
         return {}
@@ -182,7 +183,7 @@ class NotStridedError(LayoutError):
         super().__init__("ndtp: ranks have no parts of a tensor that is sparse or nested\n  fix: x.to_dense()")
 
 
-def answer(rule: Rule, args: Any, kwargs: Any) -> Any:
+def answer(rule: Rule, args: Arguments, kwargs: Keywords) -> Any:
     """Return what a rule makes of arguments; `NotImplemented` where it does not know them by these names, or cannot cut
     them.
     """
@@ -231,7 +232,7 @@ def leave(x: Tensor) -> Tensor:
         return x.view_as(x)
 
 
-def split_in(x: Any) -> list[SplitTensor]:
+def split_in(x: object) -> list[SplitTensor]:
     """The split tensors among the operands of a function, in lists, tuples and mappings as well."""
     if isinstance(x, SplitTensor):
         return [x]
@@ -261,7 +262,7 @@ def _gathered(x: Tensor) -> Tensor:
 IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
 
 
-def _on_other_grids(args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:
+def _on_other_grids(args: Arguments, kwargs: Keywords) -> set[int]:
     """Return the identities of meshes whose ranks lie otherwise than those of the first split tensor."""
     given = (*args, *kwargs.values()) if kwargs else args
     mine = [x for x in given if isinstance(x, (SplitTensor, list, tuple))]
@@ -280,7 +281,7 @@ def integers(given: Any) -> list[int]:
         return [*map(index, given)]
 
 
-def dims_given(dim: Any, count: int) -> list[int]:
+def dims_given(dim: object, count: int) -> list[int]:
     """The dims of `count` that an argument names, from the first one on; none where it names none.
 
     Raises:
@@ -303,7 +304,7 @@ def name_of(func: Any) -> str:
     return name.strip("_") or name
 
 
-def writes(func: Any) -> bool:
+def writes(func: object) -> bool:
     """Return whether a function of torch changes its first operand, by its name."""
     name = str(getattr(func, "__name__", ""))
     return name in ("__setitem__", "__set__") or name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))

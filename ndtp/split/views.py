@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ndtp.compute.torch_calls import Arguments, Keywords, TorchFunction
 from ndtp.split.copies import as_view, in_form, share_memory, standing_for, with_strides_of
 from ndtp.split.moving import moved
 from ndtp.split.repeated import repeating
@@ -61,7 +62,7 @@ def with_dims_at(spec: Spec, sizes: Sequence[int], where: Sequence[int | None]) 
 
 
 @rule(*VIEWS)
-def view(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+def view(func: TorchFunction, x: Any, *args: Any, **kwargs: Any) -> Any:
     """A view whose arguments name dims and places in dims that are whole."""
     if not isinstance(x, SplitTensor) or split_in([*args, *kwargs.values()]):
         return NotImplemented
@@ -101,7 +102,7 @@ def plain(x: SplitTensor) -> Tensor:
     return torch.empty(x.spec.sizes, dtype=torch.bool, device="meta")
 
 
-def _sections(func: Any, x: SplitTensor, args: Any, kwargs: Any) -> Any:
+def _sections(func: TorchFunction, x: SplitTensor, args: Arguments, kwargs: Keywords) -> object:
     """The sections of a last dim, each with its own split; None where the function takes it apart otherwise."""
     spec = x.spec
     made = func(like(x), *args, **kwargs)
@@ -137,7 +138,7 @@ def _sections(func: Any, x: SplitTensor, args: Any, kwargs: Any) -> Any:
     Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.unflatten, torch.unflatten,
     torch.ravel, Tensor.ravel, Tensor.view_as, Tensor.reshape_as, Tensor.squeeze, torch.squeeze,
 )  # fmt: skip
-def reshape(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+def reshape(func: TorchFunction, x: Any, *args: Any, **kwargs: Any) -> Any:
     """A dim that is split stays split where the cut falls on a multiple of the parts; else its axes are gathered."""
     if not isinstance(x, SplitTensor):
         if args and isinstance(args[0], SplitTensor):  # x.view_as(split)
@@ -160,7 +161,7 @@ def reshape(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @rule(Tensor.contiguous)
-def contiguous(func: Any, x: Any, memory_format: Any = torch.contiguous_format) -> Any:
+def contiguous(func: TorchFunction, x: Any, memory_format: object = torch.contiguous_format) -> Any:
     """The tensor itself if the dense one is contiguous, else a copy."""
     if memory_format is torch.contiguous_format and x.strides is None:
         return x
@@ -276,7 +277,7 @@ def _of_several(
 
 
 @rule(Tensor.expand, Tensor.expand_as, Tensor.broadcast_to, torch.broadcast_to)
-def expand(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+def expand(func: TorchFunction, x: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(x, SplitTensor):
         return func(x, *[tuple(y.spec.sizes) if func is not Tensor.expand_as and isinstance(y, SplitTensor) else
                          like(y) if isinstance(y, SplitTensor) else y for y in args])  # fmt: skip
@@ -289,7 +290,7 @@ def expand(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @rule(Tensor.unsqueeze_, Tensor.transpose_, Tensor.t_, Tensor.swapaxes_, Tensor.swapdims_, Tensor.squeeze_)
-def view_in_place(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+def view_in_place(func: TorchFunction, x: Any, *args: Any, **kwargs: Any) -> object:
     """The tensor itself gets the dims of its view."""
     if func is Tensor.squeeze_:
         given = args[0] if args else kwargs.get("dim", range(len(x.spec.sizes)))

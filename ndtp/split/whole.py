@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ndtp.compute.torch_calls import TorchFunction
 from ndtp.errors import LayoutError
 from ndtp.runtime.arrival import local_of
 from ndtp.runtime.memories import given_memory
@@ -42,7 +43,7 @@ def whole(x: Any) -> Any:
 
 
 @rule(NO_RULE)
-def on_whole(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def on_whole(func: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return the function's result on the whole tensors.
 
     Raises:
@@ -88,7 +89,7 @@ def _in_memory_order(x: Tensor, of: SplitTensor) -> Tensor:
 
 
 @rule(torch.as_strided, Tensor.as_strided)
-def _strided(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _strided(func: TorchFunction, x: object, *args: Any, **kwargs: Any) -> object:
     """Return a view of memory: of a whole tensor that lies in it as the dense one does.
 
     Raises:
@@ -113,19 +114,19 @@ MEMORY = {
 
 
 @rule(Tensor.__repr__, Tensor.__format__, Tensor.__str__)
-def _printed(func: Any, x: Any, *args: Any, **kwargs: Any) -> str:
+def _printed(func: TorchFunction, x: Any, *args: object, **kwargs: object) -> str:
     if func is Tensor.__format__ and not x.spec.sizes:  # a number, which every rank has
         return func(whole(x), *args)  # type: ignore[no-any-return]
     return f"SplitTensor({x.spec}, from '{x.spec.origin}')"
 
 
 @rule(Tensor.as_subclass)
-def _bare(func: Any, x: SplitTensor, kind: type) -> Any:
+def _bare(func: TorchFunction, x: SplitTensor, kind: type) -> object:
     return x if kind is SplitTensor else whole(x).as_subclass(kind)
 
 
 @rule(*getters("data"))
-def _numbers(func: Any, x: SplitTensor) -> Any:
+def _numbers(func: TorchFunction, x: SplitTensor) -> object:
     if x.stands_for is not None:
         note_data_read(x.stands_for)
     with torch._C.DisableTorchFunctionSubclass():
@@ -135,7 +136,7 @@ def _numbers(func: Any, x: SplitTensor) -> Any:
 
 
 @rule(Tensor.data.__set__)  # type: ignore[attr-defined]
-def _other_memory(func: Any, x: SplitTensor, value: Any) -> None:
+def _other_memory(func: TorchFunction, x: SplitTensor, value: Any) -> None:
     """Give a split tensor, and the parameter that it stands for, other memory: who has got that of before keeps it."""
     if not isinstance(value, Tensor):
         return func(x, value)  # type: ignore[no-any-return]  # torch refuses it

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ndtp.collectives.backends import GLOO, backends_of_host
+from ndtp.compute.torch_calls import Arguments, Keywords
 from ndtp.testing import emulated
 
 TEST_DEVICE = "NDTP_TEST_DEVICE"
@@ -70,8 +71,8 @@ class _DrawnWhereTheGeneratorIs(TorchFunctionMode):
     """A factory with a generator of another device than the default one, which torch refuses."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+        self, func: Callable[..., Any], types: Iterable[type], args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
         kwargs = dict(kwargs or {})
         generator = kwargs.get("generator")
         if generator is None or kwargs.get("device") is not None or kwargs.get("out") is not None:

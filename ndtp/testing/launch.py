@@ -16,6 +16,7 @@ from ndtp.collectives.backends import backend_of, backends_of_host
 from ndtp.collectives.fresh_store import meet_afresh
 from ndtp.collectives.groups import default_timeout, never_destroy
 from ndtp.collectives.last_words import tell_of
+from ndtp.compute.torch_calls import Arguments, Keywords
 from ndtp.testing.messages import IMPORTING_MAIN, dumps
 from ndtp.testing.pool import shared_pool
 from ndtp.testing.rank_error import RankError
@@ -79,8 +80,8 @@ def _world_size() -> int | None:
 
 
 def _run_in_place(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], axes: Mapping[str, int] | None
-) -> list[Any]:
+    fn: Callable[..., object], args: Arguments, kwargs: Keywords, axes: Mapping[str, int] | None
+) -> list[object]:
     if not dist.is_initialized():
         limit = timedelta(seconds=default_timeout())
         meet_afresh()

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ndtp.compute.torch_calls import Arguments, Keywords
 from ndtp.testing.rank_asserts import PytestSettings
 
 # True in a rank while it imports the user's script: starting ranks from there would never end.
@@ -105,7 +106,7 @@ def _reduced_tensor(obj: Any) -> Any:
     return plain.__reduce_ex__(_PROTOCOL)  # type: ignore[attr-defined]
 
 
-def dumps(value: Any) -> bytes:
+def dumps(value: object) -> bytes:
     """Pickle by value; tensors arrive as plain CPU tensors without autograd history.
 
     Functions and classes that no module holds, those of a notebook's cells for instance, go by value where cloudpickle
@@ -121,7 +122,7 @@ def dumps(value: Any) -> bytes:
     return dumps_by_value(value)
 
 
-def dumps_by_value(value: Any) -> bytes:
+def dumps_by_value(value: object) -> bytes:
     """Pickle as `dumps` does, with the code of functions and classes that ranks cannot import."""
     import cloudpickle
 
@@ -135,7 +136,7 @@ def dumps_by_value(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+def pickle_call(fn: Callable[..., object], args: Arguments, kwargs: Keywords) -> bytes:
     """Pickle a call for the ranks.
 
     Raises:
@@ -167,7 +168,7 @@ def pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         raise ValueError(f"an argument of {name} cannot be pickled for the ranks: {error}") from error
 
 
-def home_of(fn: Callable[..., Any]) -> tuple[str, str] | None:
+def home_of(fn: Callable[..., object]) -> tuple[str, str] | None:
     """Name and file of the module that a function is in; None where it has none, or is of the main script."""
     name = getattr(fn, "__module__", None)
     path = getattr(sys.modules.get(name or ""), "__file__", None)

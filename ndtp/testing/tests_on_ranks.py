@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeVar
 
+from ndtp.compute.torch_calls import Arguments, Keywords
+
 Test = TypeVar("Test", bound=Callable[..., Any])
 _BODY = "__ndtp_body__"
 
@@ -48,7 +50,7 @@ def ranks(num_ranks: int | None = None, /, *, timeout: float = 300.0, **axes: in
         signature = inspect.signature(test)
 
         @functools.wraps(test)
-        def on_ranks(*args: Any, **kwargs: Any) -> list[Any] | None:
+        def on_ranks(*args: object, **kwargs: object) -> list[object] | None:
             __tracebackhide__ = True
             from ndtp.testing.launch import is_one_of_many, run
 
@@ -75,7 +77,7 @@ class CalledOff:
     reason: str
 
 
-def _agreed(results: list[Any]) -> list[Any] | None:
+def _agreed(results: list[object]) -> list[object] | None:
     """The results by rank, None where there are none; skips where all ranks skip."""
     __tracebackhide__ = True
     outcomes = [(rank, each) for rank, each in enumerate(results) if isinstance(each, CalledOff)]
@@ -92,9 +94,7 @@ def _agreed(results: list[Any]) -> list[Any] | None:
     raise raised
 
 
-def _pickled(
-    test: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], signature: inspect.Signature
-) -> bytes:
+def _pickled(test: Callable[..., object], args: Arguments, kwargs: Keywords, signature: inspect.Signature) -> bytes:
     from ndtp.testing.messages import dumps
 
     given = {**dict(zip(signature.parameters, args, strict=False)), **kwargs}
@@ -109,11 +109,11 @@ def _pickled(
     return dumps((args, kwargs))
 
 
-def _call_test(module: str, path: str, name: str, pickled: bytes, axes: dict[str, int]) -> Any:
+def _call_test(module: str, path: str, name: str, pickled: bytes, axes: dict[str, int]) -> object:
     """Find the test of that name, on a rank, and call what `ranks` was put around."""
     from ndtp.testing.rank_asserts import load
 
-    found: Any = load(module, path)
+    found: object = load(module, path)
     for part in name.split("."):
         found = getattr(found, part, None)
     while found is not None and not hasattr(found, _BODY):
@@ -132,7 +132,7 @@ def _call_test(module: str, path: str, name: str, pickled: bytes, axes: dict[str
         raise
 
 
-def _with_mesh(test: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], axes: dict[str, int]) -> Any:
+def _with_mesh(test: Callable[..., object], args: Arguments, kwargs: Keywords, axes: dict[str, int]) -> object:
     if axes and "mesh" in inspect.signature(test).parameters:
         from ndtp.algebra.grid import Grid
         from ndtp.runtime.process_grid import ProcessGrid

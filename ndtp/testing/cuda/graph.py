@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from ndtp.compute.torch_calls import Arguments, Keywords
 from ndtp.testing.cuda.order import Lane, StreamStandIn
 from ndtp.testing.cuda.place import CudaFault, machine
 
@@ -106,8 +107,8 @@ class Capture:
         self,
         what: str,
         run: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
+        args: Arguments,
+        kwargs: Keywords,
         results: list[Tensor],
         block_of: Callable[[Tensor], MemoryBlock],
         made: set[int],
@@ -160,7 +161,7 @@ class GraphStandIn:
     def instantiate(self) -> None:
         """Do nothing: there is nothing to prepare."""
 
-    def pool(self) -> Any:
+    def pool(self) -> object:
         """Return a token; every capture has memory of its own here."""
         return (0, id(self))
 

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import (
 )
 
 from ndtp.collectives import streams
+from ndtp.compute.torch_calls import Arguments, Keywords, TorchFunction
 from ndtp.runtime.rehearsal import DRAWS, READS_IN_HOST
 from ndtp.testing.cuda import symmetric
 from ndtp.testing.cuda.graph import Capture, GraphContext, GraphStandIn, tensors_of
@@ -69,7 +70,7 @@ class RecordedCuda(TorchDispatchMode):
 
     # ------------------------------------------------------------------------------------------------------- streams
 
-    def current_stream(self, device: Any = None) -> StreamStandIn:
+    def current_stream(self, device: object = None) -> StreamStandIn:
         stack = self._stack_of_thread()
         return stack[-1] if stack else self.default
 
@@ -85,7 +86,7 @@ class RecordedCuda(TorchDispatchMode):
         found: list[StreamStandIn] = self._local.streams
         return found
 
-    def _mark(self, *_: Any) -> tuple[int, int, int]:
+    def _mark(self, *_: object) -> tuple[int, int, int]:
         return (self.current_stream().stream_id, 0, 0)
 
     def all_lanes(self) -> list[Lane]:
@@ -128,7 +129,7 @@ class RecordedCuda(TorchDispatchMode):
         what: str,
         reads: Sequence[Tensor] = (),
         writes: Sequence[Tensor] = (),
-        run: Callable[..., Any] | None = None,
+        run: Callable[..., object] | None = None,
     ) -> None:
         """Enqueue a kernel of the program's own, which no mode of torch sees.
 
@@ -227,7 +228,9 @@ class RecordedCuda(TorchDispatchMode):
 
     # -------------------------------------------------------------------------------------------- operations of torch
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if func.namespace == "c10d" or self.communication.is_sending:  # recorded before it was sent
             return func(*args, **kwargs)
@@ -253,7 +256,7 @@ class RecordedCuda(TorchDispatchMode):
         self.ran(func, args, kwargs, result, name, written)
         return result
 
-    def _read_in_host(self, name: str, args: Any) -> None:
+    def _read_in_host(self, name: str, args: Arguments) -> None:
         self.refuse_in_capture(f"aten.{name}, whose result the host reads,")
         lane = self.launch(f"aten.{name}", tensors_of(args), ())
         join(self.host, lane.clock)
@@ -268,7 +271,9 @@ class RecordedCuda(TorchDispatchMode):
                 f"aten.{name} draws from a generator that the graph does not know (register_generator_state)"
             )
 
-    def ran(self, func: Any, args: Any, kwargs: Any, result: Any, name: str, written: list[Tensor]) -> None:
+    def ran(
+        self, func: TorchFunction, args: Arguments, kwargs: Keywords, result: object, name: str, written: list[Tensor]
+    ) -> None:
         """Record an operation of torch that has computed its result."""
         given, results = tensors_of(args) + tensors_of(kwargs), tensors_of(result)
         given = [x for x in given if not x.is_meta]
@@ -303,7 +308,7 @@ class RecordedCuda(TorchDispatchMode):
         super().__enter__()
         return self
 
-    def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
+    def __exit__(self, kind: object, value: object, trace: object) -> None:
         super().__exit__(kind, value, trace)
         if kind is None:
             self.faults += self.communication.unjoined()
@@ -311,7 +316,7 @@ class RecordedCuda(TorchDispatchMode):
         if kind is None and self.faults:
             raise CudaFault("\n".join(self.faults))
 
-    def _patches(self) -> Iterator[tuple[Any, str, Any]]:
+    def _patches(self) -> Iterator[tuple[object, str, object]]:
         cuda = torch.cuda
         yield cuda, "Stream", StreamStandIn
         yield cuda, "Event", EventStandIn
@@ -338,11 +343,11 @@ class RecordedCuda(TorchDispatchMode):
         return record_stream
 
 
-def _have_memory(part: Any) -> bool:
+def _have_memory(part: object) -> bool:
     return any(not x.is_meta for x in tensors_of(part))
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def _written(func: Any, args: Arguments, kwargs: Keywords) -> list[Tensor]:
     """The arguments that an operation writes to."""
     written = []
     for i, argument in enumerate(func._schema.arguments):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ndtp.collectives.backends import backend_of
+from ndtp.compute.torch_calls import Arguments, Keywords
 from ndtp.testing.cuda.graph import tensors_of
 from ndtp.testing.cuda.order import Lane, Snapshot
 
@@ -93,7 +94,7 @@ class Communication:
         group: Any,
         what: str,
         run: Callable[..., Any],
-        args: Any,
+        args: Arguments,
         writes: Iterable[Tensor],
         reads: Iterable[Tensor],
     ) -> WorkStandIn:
@@ -111,7 +112,7 @@ class Communication:
             machine.capture.add(what, run, args, {}, [], machine.block_of, set())
         return work
 
-    def functional(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def functional(self, func: Any, args: Arguments, kwargs: Keywords) -> Any:
         """Enqueue a functional collective, whose result is waited for by `wait_tensor`."""
         name, machine = func.overloadpacket.__name__, self.machine
         given = tensors_of(args)
@@ -193,7 +194,7 @@ def register_backend() -> str:
     return BACKEND
 
 
-def _gloo(store: Any, rank: int, size: int, timeout: Any) -> Any:
+def _gloo(store: Any, rank: int, size: int, timeout: Any) -> object:
     return dist.ProcessGroupGloo(store, rank, size, timeout)
 
 
