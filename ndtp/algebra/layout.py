@@ -192,7 +192,7 @@ class Layout:
         block = (*self.slices(rank, dense.shape), ...)  # the ellipsis keeps a NumPy array of no dims an array
         return dense[block]
 
-    def from_shards(self, shards: Sequence[Any]) -> Any:
+    def from_shards(self, shards: Sequence[Any]) -> object:
         """The dense array (NumPy or torch) of which `shards[rank]` is the shard of every rank.
 
         Raises:

@@ -235,7 +235,7 @@ def _by_kind(text: str, kinds: Sequence[str]) -> dict[str, str | None]:
     return found
 
 
-def _single(asked: Mapping[str, Any]) -> dict[str, Any]:
+def _single(asked: Mapping[str, object]) -> dict[str, object]:
     """Return names by kind, those of "gradients" by both kinds of gradients."""
     both = dict.fromkeys(GRADIENTS, asked["gradients"]) if "gradients" in asked else {}
     return both | {kind: name for kind, name in asked.items() if kind != "gradients"}

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -94,7 +93,7 @@ def _sources(whole: Whole, chosen: Sequence[Sequence[StoredBox | None]]) -> Iter
 
 
 def _chosen(
-    piece: Piece, every: Sequence[tuple[str, ...]], stored: dict[str, StoredBox], strict: bool, path: Any
+    piece: Piece, every: Sequence[tuple[str, ...]], stored: dict[str, StoredBox], strict: bool, path: object
 ) -> list[StoredBox | None]:
     """Return the stored tensors that fill each entry of a piece; `every` has the keys of the whole model."""
     model, entries = piece.module, piece.entries()
@@ -107,13 +106,13 @@ def _chosen(
                     theirs[name] = key
                     break
     of_key = {key: name for name, key in theirs.items()}
-    ignored: Any = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     foreign = [key for key in stored if key not in theirs and not _matches(key, ignored)]
     if strict and foreign:
         raise CheckpointError(f"{path}: '{foreign[0]}' {stored[foreign[0]]} is no key of the model{_more(foreign)}")
     chosen: list[StoredBox | None] = []
     missing = []
-    optional: Any = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    optional = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
     for entry in entries:
         names = [of_key[key] for key in entry.keys if key in of_key]
         if not names and not _matches(entry.keys[0], optional):
@@ -251,7 +250,7 @@ def _write(
 def _files(piece: Piece, file_bytes: int) -> list[list[tuple[str, Entry]]]:
     """Return the entries that a piece writes, file by file."""
     # Of the names of a tied tensor, the one that transformers keeps.
-    tied: Any = getattr(piece.module, "all_tied_weights_keys", None) or {}
+    tied = getattr(piece.module, "all_tied_weights_keys", None) or {}
     parts: list[list[tuple[str, Entry]]] = [[]]
     filled = 0
     for entry in piece.entries():

@@ -42,7 +42,7 @@ class ExportFolder:
         self.partial = self.folder / PARTIAL
         self._held = ExitStack()
 
-    def open(self, model: Any, dtype: torch.dtype | None) -> None:
+    def open(self, model: object, dtype: torch.dtype | None) -> None:
         """Lock the folder, clear up behind an export that was killed, and write the configs beside.
 
         Args:

@@ -49,7 +49,7 @@ class Content(NamedTuple):
     signature: str
 
 
-def manifest(run: Mapping[str, Any], files: Sequence[Written]) -> bytes:
+def manifest(run: Mapping[str, object], files: Sequence[Written]) -> bytes:
     """Raises TypeError, ValueError: JSON lacks what a run has."""
     text = json.dumps({"crc32": UNKNOWN, "format": FORMAT, "files": files, **run}).encode()
     return START + b"%08x" % crc32(text) + text[len(START) + len(UNKNOWN) :]
@@ -90,7 +90,7 @@ def _files_in(run: Mapping[str, Any], folder: Path) -> list[Written]:
         raise CheckpointError(f"{folder}: no complete checkpoint of ndtp.checkpoint.save: no list of files") from None
 
 
-def _check_format(run: Mapping[str, Any], path: Path, known: int) -> None:
+def _check_format(run: Mapping[str, object], path: Path, known: int) -> None:
     found = run.get("format")
     if type(found) is int and found > known:
         raise CheckpointError(
@@ -116,7 +116,7 @@ def _check_run(run: Mapping[str, Any], folder: Path) -> None:
         ) from None
 
 
-def choices_in(run: Mapping[str, Any]) -> list[Any]:
+def choices_in(run: Mapping[str, object]) -> list[Any]:
     """The numbers of chunks that were kept, by the stage."""
     choices = run.get("chunks", [])
     return choices if isinstance(choices, list) else [choices]

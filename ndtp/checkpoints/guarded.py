@@ -62,7 +62,7 @@ def parsed(text: bytes, path: Path) -> dict[str, Any]:
     return found
 
 
-def inside(folder: Path, name: Any) -> Path:
+def inside(folder: Path, name: object) -> Path:
     """The path of a file by the name that metadata have for it.
 
     Raises:
@@ -74,7 +74,7 @@ def inside(folder: Path, name: Any) -> Path:
     return folder / path
 
 
-def sizes(value: Any, path: Path, what: str) -> tuple[int, ...]:
+def sizes(value: object, path: Path, what: str) -> tuple[int, ...]:
     """Whole numbers, none of them negative.
 
     Raises:

@@ -51,14 +51,14 @@ class Record:
     def __init__(self, *args: Any) -> None:
         self.args = args
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         self.state = state
 
     def __setitem__(self, key: Any, value: Any) -> None:
         """Ignore the items of an ordered dict, which say nothing that is read here."""
 
 
-def _member(kind: Any, name: Any) -> Record:
+def _member(kind: object, name: object) -> Record:
     """Return a record of a member of an enumeration; nothing is looked up."""
     return Record(name)
 
@@ -68,7 +68,7 @@ class _Reader(pickle.Unpickler):
         super().__init__(file)
         self._classes: dict[str, Any] = {}
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
         if (module, name) == ("builtins", "getattr"):
@@ -172,7 +172,7 @@ def _state(record: Any, name: str) -> Any:
     return record.state
 
 
-def _size(record: Any, path: Path, key: Any) -> tuple[int, ...]:
+def _size(record: object, path: Path, key: object) -> tuple[int, ...]:
     if not isinstance(record, Record) or type(record).__name__ != "Size" or len(record.args) != 1:
         raise ValueError(f"{type(record).__name__} in the place of torch.Size")
     return sizes(record.args[0], path, f"{key!r:.100}")

@@ -143,7 +143,7 @@ def _make_room(
             if parameter not in kept.names:
                 continue
             first, *others = kept.names[parameter]
-            state: dict[str, Any] = dict(run["values"].get(first, {}))
+            state = dict(run["values"].get(first, {}))
             for name, there in stored.get(first, {}).items():
                 if any(name not in stored.get(key, {}) for key in others):
                     raise CheckpointError(f"{folder}: '{name}' of '{first}' is there, that of {others} is not")
@@ -192,7 +192,7 @@ def _store(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-def _is_shaped(name: str, shape: Any, parameter: Tensor, real: tuple[int, ...] | None = None) -> bool:
+def _is_shaped(name: str, shape: tuple[int, ...], parameter: Tensor, real: tuple[int, ...] | None = None) -> bool:
     """Return whether a state has one number for each of the parameter's; a count of steps beside a scalar has not."""
     return tuple(shape) == (tuple(parameter.shape) if real is None else real) and not (
         name == "step" and len(shape) == 0
@@ -266,5 +266,5 @@ def _check_kind(optimizer: Optimizer, run: Mapping[str, Any], folder: Path) -> N
             )
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     return value.item() if isinstance(value, Tensor) else value

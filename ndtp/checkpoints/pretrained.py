@@ -82,7 +82,7 @@ def save_pretrained(
 
 def _save_layers(whole: Whole, folder: Path, dtype: torch.dtype | None, file_bytes: int) -> None:
     (piece,), crew = whole.pieces, whole.crew
-    model: Any = piece.module
+    model = piece.module
     whole.meet(f"save_pretrained: {folder}")
     crew.agree(failure_of(lambda: check_writable(whole, folder)), "save_pretrained: {}")
     before = f"save_pretrained: {folder} stays as it was"

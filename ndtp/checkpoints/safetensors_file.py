@@ -100,7 +100,7 @@ class StoredBox(NamedTuple):
 
 
 def _fill(file: BinaryIO, start: int, block: Tensor, what: StoredBox) -> None:
-    view: Any = memoryview(block.numpy())  # type: ignore[arg-type]
+    view = memoryview(block.numpy())  # type: ignore[arg-type]
     file.seek(start)
     while view.nbytes:
         count = file.readinto(view)  # type: ignore[attr-defined]
@@ -178,8 +178,8 @@ def header_of(path: Path, known: tuple[int, int] | None = None) -> tuple[dict[st
         raise CheckpointError(f"{path}: its header is not the one that was written")
     entries = parsed(text, path)
     extra = entries.pop(METADATA, None)
-    checks: dict[str, Any] = {}
-    offsets: dict[str, Any] = {}
+    checks = {}
+    offsets = {}
     if isinstance(extra, dict) and isinstance(extra.get(OURS), str):
         at = len(START) + len(UNKNOWN)
         if not text.startswith(START) or text[len(START) : at] != b"%08x" % crc32(_blank(text)):
@@ -208,7 +208,7 @@ def _blank(header: bytes) -> bytes:
     return header[: len(START)] + UNKNOWN.encode() + header[len(START) + len(UNKNOWN) :]
 
 
-def _entry(key: str, path: Path, base: int, value: Any, checks: Mapping[str, Any], where: Any) -> StoredBox:
+def _entry(key: str, path: Path, base: int, value: object, checks: Mapping[str, Any], where: object) -> StoredBox:
     if not isinstance(value, dict) or not isinstance(value.get("dtype"), str):
         raise CheckpointError(f"{path}: its header is none of a safetensors file: '{key}' is {value!r:.100}")
     if value["dtype"] not in DTYPES:
@@ -288,7 +288,7 @@ class Writer:
         for first in range(row // step * step, row + len(values) if values.numel() else 0, step):
             here = slice(max(first, row), min(first + step, row + len(values)))
             block = values[here.start - row : here.stop - row].contiguous().cpu().flatten().view(torch.uint8)
-            view: Any = memoryview(block.numpy())  # type: ignore[arg-type]
+            view = memoryview(block.numpy())  # type: ignore[arg-type]
             self._write(self._base + entry["data_offsets"][0] + here.start * row_bytes, view)
             if here.start == first and here.stop == min(first + step, shape[0]):
                 sums[first // step] = crc32(view)

@@ -39,7 +39,7 @@ def save(
     optimizer: Optimizer | None,
     folder: str | os.PathLike[str],
     *,
-    extra: Mapping[str, Any] | None = None,
+    extra: Mapping[str, object] | None = None,
     chunks: bool = False,
 ) -> None:
     """Write a model and its optimizer, dense or on any grid, as a folder of safetensors files with a manifest.
@@ -75,7 +75,7 @@ def start_save(
     optimizer: Optimizer | None,
     folder: str | os.PathLike[str],
     *,
-    extra: Mapping[str, Any] | None = None,
+    extra: Mapping[str, object] | None = None,
     chunks: bool = False,
 ) -> Saving:
     """Start a `save` that runs beside the training.
@@ -143,7 +143,7 @@ class Saving:
         self._exchange = FolderSwap(self.folder)
         self.crew.alone(self._exchange.open, f"save: {self.folder} stays as it was")
 
-    def _warn_of_other_extra(self, extra: Mapping[str, Any]) -> None:
+    def _warn_of_other_extra(self, extra: Mapping[str, object]) -> None:
         """Say which values of `extra` ranks have otherwise: one rank's are written; a collective."""
         plain = json.loads(json.dumps(extra))  # whose keys are texts, and can be sorted
         own = {key: digest(json.dumps(value, sort_keys=True)) for key, value in plain.items()}
@@ -214,7 +214,7 @@ class Saving:
             self._exchange.close()
 
 
-def _check_plain(what: str, value: Any) -> None:
+def _check_plain(what: str, value: object) -> None:
     """Refuse a value that a manifest cannot hold.
 
     Raises:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -270,6 +269,6 @@ def _bytes(way: _Way) -> int:
     return math.prod(way.plan.target.shard_shape(way.plan.end_shape)) * way.dtype.itemsize
 
 
-def _store(x: Any) -> int:
+def _store(x: Tensor) -> int:
     local = getattr(x, "_local_tensor", x)
     return int(local.untyped_storage()._cdata)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -61,7 +61,7 @@ def gemm(
     write_json(json_file, {"measured": True, **result})
 
 
-def choice_table(sizes: tuple[int, int, int], dtype: str) -> tuple[Table, dict[str, Any]]:
+def choice_table(sizes: tuple[int, int, int], dtype: str) -> tuple[Table, dict[str, object]]:
     """Every candidate for a product with its estimate, and the choice."""
     import ndtp_kernels
 

@@ -168,7 +168,7 @@ def _device(world: int | None) -> str:
     return "cuda" if world and torch.cuda.is_available() else "cpu"
 
 
-def _run(job: Any, ranks: int) -> None:
+def _run(job: StepJob, ranks: int) -> None:
     import ndtp.testing
     from ndtp.measure.step import measure
 

@@ -183,7 +183,7 @@ def _rows(
     torch_dtype = getattr(torch, DTYPES[dtype])
     with fake_group(chosen[0].grid.num_ranks):
         metered = [meter(case, shape, torch_dtype, wire=sent) for case in chosen]
-    rows: list[dict[str, Any]] = [
+    rows = [
         {
             "grid": {axis: case.grid[axis] for axis in case.grid}, "scheme": case.scheme,
             "predicted_forward_bytes": want.forward, "predicted_backward_bytes": want.backward,
@@ -202,7 +202,7 @@ def _rows(
     return rows
 
 
-def _analysed(a: Analysis) -> dict[str, Any]:
+def _analysed(a: Analysis) -> dict[str, object]:
     return {
         "scheme": a.case.scheme, "grid": str(a.case), "computation": a.computation, "parameters": a.parameters,
         "activations": a.activations, "published_elements": a.published, "forward_elements": a.forward,
@@ -210,7 +210,7 @@ def _analysed(a: Analysis) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _rivals(ranks: int, shape: BlockShape, dtype: torch.dtype) -> list[dict[str, Any]]:
+def _rivals(ranks: int, shape: BlockShape, dtype: torch.dtype) -> list[dict[str, object]]:
     import torch
 
     from ndtp.measure.rivals import RIVALS, DenseBlock

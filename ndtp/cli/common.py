@@ -32,7 +32,7 @@ MAX_SIZE = 2**28  # of a tensor's dims where torch counts bytes: those of two di
 def must_be(kind: Kind) -> Callable[[Any], Any]:
     """The callback of an option that takes values of a kind: each of them, where it may be repeated."""
 
-    def check(value: Any) -> Any:
+    def check(value: object) -> Any:
         for each in value if isinstance(value, list) else [] if value is None else [value]:
             if not kind.takes(each):
                 raise typer.BadParameter(f"{shown(each)}; it must be {kind}")
@@ -41,7 +41,7 @@ def must_be(kind: Kind) -> Callable[[Any], Any]:
     return check
 
 
-def one_of(*words: str) -> Callable[[Any], Any]:
+def one_of(*words: str) -> Callable[[object], object]:
     return must_be(Word(words))
 
 
@@ -50,7 +50,7 @@ def dtype_of(*names: str) -> Callable[[Any], Any]:
     by_name = {name_of(name): name for name in names}
     others = [word for pair in SHORT.items() if by_name.keys() & {*pair} for word in pair if word not in names]
 
-    def check(value: Any) -> Any:
+    def check(value: object) -> Any:
         for each in value if isinstance(value, list) else [] if value is None else [value]:
             if name_of(each) not in by_name:
                 raise typer.BadParameter(f"{shown(each)}; it must be {Word(names)}, or {', '.join(others)}")
@@ -64,7 +64,7 @@ def dtype_of(*names: str) -> Callable[[Any], Any]:
 def writable(*suffixes: str, stdout: bool = False) -> Callable[[Any], Any]:
     """The callback of an option that names a file to write: what cannot be written is said before any work is done."""
 
-    def check(value: Any) -> Any:
+    def check(value: object) -> Any:
         if value is None or (stdout and value == "-") or not is_first_rank():
             return value
         if problem := unwritable(str(value), suffixes):
@@ -74,7 +74,7 @@ def writable(*suffixes: str, stdout: bool = False) -> Callable[[Any], Any]:
     return check
 
 
-def at_least(least: int) -> Callable[[Any], Any]:
+def at_least(least: int) -> Callable[[object], object]:
     """The callback of an option that counts something; the most that it may be is for the command to say."""
 
     def check(value: Any) -> Any:

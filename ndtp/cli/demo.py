@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -95,7 +95,7 @@ def demo(
         raise typer.Exit(1)
 
 
-def _write(out: Console, output: Path, result: dict[str, Any], dense: DemoRun, runs: Sequence[GridRun]) -> None:
+def _write(out: Console, output: Path, result: dict[str, object], dense: DemoRun, runs: Sequence[GridRun]) -> None:
     from ndtp.cli.demo_training import LOSS_TOLERANCE
 
     if is_first_rank():

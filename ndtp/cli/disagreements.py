@@ -61,7 +61,7 @@ def _sample(loop: TrainingLoop) -> None:
     draw = torch.Generator().manual_seed(loop.changed("sampling", 0))
     with torch.no_grad():
         for _ in range(4):
-            logits: Any = model(ids)
+            logits = model(ids)
             logits = logits.gathered() if hasattr(logits, "gathered") else logits
             ids = torch.cat((ids, torch.multinomial(logits[:, -1].softmax(-1), 1, generator=draw)), 1)
 
@@ -128,7 +128,7 @@ def _in_threads(loop: TrainingLoop) -> None:
         except MismatchError as error:
             raised.append(error)
 
-    def inside(*_: Any) -> None:
+    def inside(*_: object) -> None:
         thread = threading.Thread(target=second)
         thread.start()
         thread.join()
@@ -142,7 +142,7 @@ def _in_threads(loop: TrainingLoop) -> None:
 # ------------------------------------------------------------------------------------------------------------- kinds
 
 
-def _to(value: Any) -> Change:
+def _to(value: object) -> Change:
     return lambda _: value
 
 
@@ -160,7 +160,7 @@ def _masked(mask: Tensor) -> Tensor:
     return mask
 
 
-def _of_optimizer(**more: Any) -> Mapping[str, Change]:
+def _of_optimizer(**more: object) -> Mapping[str, Change]:
     return {"optimizer": lambda found: (found[0], {**found[1], **more})}
 
 
@@ -174,7 +174,7 @@ def _exchange(model: Any) -> None:
 
 def _scaled(name: str, raw: bool) -> Change:
     def change(model: nn.Module) -> None:
-        x: Any = model.get_parameter(name)
+        x = model.get_parameter(name)
         (x.to_local().data if raw and hasattr(x, "to_local") else x).mul_(1.5)
 
     return change

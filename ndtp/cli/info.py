@@ -8,7 +8,7 @@ import platform
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -99,7 +99,7 @@ def _show_flight(folder: Path, torch_folder: Path | None, json_file: str | None)
     write_json(json_file, found.as_json())
 
 
-def environment() -> dict[str, dict[str, Any]]:
+def environment() -> dict[str, dict[str, object]]:
     """Return the environment by topic. Devices are asked for their names, and nothing is started on them."""
     import torch
     import torch.distributed as dist
@@ -138,7 +138,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _devices() -> dict[str, Any]:
+def _devices() -> dict[str, object]:
     import torch
 
     if not torch.cuda.is_available():
@@ -170,12 +170,12 @@ def _nccl() -> str | bool:
         return f"not loadable: {error}"
 
 
-def _kernels() -> dict[str, Any]:
+def _kernels() -> dict[str, object]:
     """Importable means found: importing them is left to who uses them, since Triton reads its settings then."""
     return {name: importlib.util.find_spec(name) is not None for name in ("ndtp_kernels", "triton")}
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):

@@ -149,7 +149,7 @@ def _sequences(tokens: int, length: int) -> int:
     return tokens // length
 
 
-def _described(candidate: GridCandidate) -> dict[str, Any]:
+def _described(candidate: GridCandidate) -> dict[str, object]:
     from ndtp.measure.model_volume import family_of
 
     return {
@@ -158,7 +158,7 @@ def _described(candidate: GridCandidate) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _in_bytes(volume: Volume) -> dict[str, Any]:
+def _in_bytes(volume: Volume) -> dict[str, object]:
     return {
         "forward_bytes": volume.forward, "backward_bytes": volume.backward, "bytes": volume.total,
         "by_axes": volume.by("axes"), "entries": {f"{entry}": entry.num_bytes for entry in volume},

@@ -192,5 +192,5 @@ class TrainingLoop:
             changed("end", model)
 
 
-def unchanged(_: str, value: Any) -> Any:
+def unchanged(_: str, value: object) -> object:
     return value

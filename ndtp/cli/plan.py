@@ -265,7 +265,7 @@ def grid_text(plan: GridPlan) -> str:
     return text + (f" regather {''.join(plan.regather)}" if plan.regather else "")
 
 
-def _say_best(out: Any, best: GridPlan, whole: bool, savings: list[dict[str, Any]]) -> None:
+def _say_best(out: Any, best: GridPlan, whole: bool, savings: list[dict[str, object]]) -> None:
     from ndtp.planner.request import GIB
 
     out.print(best.why, highlight=False)

@@ -48,7 +48,7 @@ def decode_question(asked: Asked, model: ModelSizes | CountedModel, batch: int |
     )  # fmt: skip
 
 
-def answer_decode(out: Any, question: DecodeQuestion, top: int, path: str, emit: Path | None) -> dict[str, Any]:
+def answer_decode(out: Any, question: DecodeQuestion, top: int, path: str, emit: Path | None) -> dict[str, object]:
     """Print the choices, and for which batches each scheme wins; return the result for `--json`.
 
     Args:
@@ -80,7 +80,7 @@ def answer_decode(out: Any, question: DecodeQuestion, top: int, path: str, emit:
     }  # fmt: skip
 
 
-def _as_dict(each: DecodeChoice) -> dict[str, Any]:
+def _as_dict(each: DecodeChoice) -> dict[str, object]:
     parts = {"products": each.products, "cache": each.cache, "moved": each.moved, "latency": each.latency}
     return {
         "scheme": each.scheme, "grid": dict(each.sizes), "step_ms": each.seconds * 1e3,

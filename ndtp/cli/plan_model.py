@@ -83,7 +83,7 @@ def question_of(asked: Asked, model: ModelSizes | CountedModel) -> Question | No
     )  # fmt: skip
 
 
-def config_of(path: str) -> dict[str, Any]:
+def config_of(path: str) -> dict[str, object]:
     """Return the contents of the config file, with its text part brought up."""
     config = json.loads(Path(config_file(path)).read_text())
     return {**config, **(config.get("text_config") or {})}

@@ -56,7 +56,7 @@ def length_at(path: str) -> int:
     from ndtp.planner.model_config import read_file
 
     config, what = read_file(path)
-    named: Any = config | (config.get("text_config") or {})
+    named = config | (config.get("text_config") or {})
     length = next((named[name] for name in LENGTHS if isinstance(named.get(name), int) and named[name] > 0), None)
     if length is None and _is_for_transformers(config):
         from ndtp.models.counted import completed
@@ -94,7 +94,7 @@ def check_generates(path: str, option: str = "--decode") -> None:
         )
 
 
-def _is_for_transformers(config: dict[str, Any]) -> bool:
+def _is_for_transformers(config: dict[str, object]) -> bool:
     from ndtp.models.counted import is_installed, knows
 
     return is_installed() and knows(config)
@@ -139,7 +139,7 @@ def _block(block: Block) -> str:
     return f"{block.times} x {block.name}: {what}"
 
 
-def model_as_dict(model: ModelSizes | CountedModel) -> dict[str, Any]:
+def model_as_dict(model: ModelSizes | CountedModel) -> dict[str, object]:
     """Return the model for JSON: the parameters that are planned, and the others."""
     from ndtp.planner.model_sizes import CountedModel
 

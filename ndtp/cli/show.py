@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -178,7 +178,7 @@ def show_schedule(
     })  # fmt: skip
 
 
-def _task(span: LaneSpan) -> dict[str, Any]:
+def _task(span: LaneSpan) -> dict[str, object]:
     return {
         "lane": span.lane, "begin_ms": span.begin * 1e3, "end_ms": span.end * 1e3, "phase": span.phase,
         "product": span.product, "tensor": span.tensor, "chunk": span.chunk, "what": span.what,
@@ -186,7 +186,7 @@ def _task(span: LaneSpan) -> dict[str, Any]:
 
 
 def _show(
-    rows: list[list[Panel]], title: list[str], output: Path | None, json_file: str | None, result: dict[str, Any]
+    rows: list[list[Panel]], title: list[str], output: Path | None, json_file: str | None, result: dict[str, object]
 ) -> None:
     out = console(json_file)
     if sum(map(len, rows)) > 1:

@@ -102,7 +102,7 @@ class StagedModel:
     def clip(self, max_norm: float) -> float:
         return clip_grad_norm_([self.stage], max_norm).item()
 
-    def save(self, optimizer: Optimizer, folder: Path, extra: Mapping[str, Any]) -> Saving:
+    def save(self, optimizer: Optimizer, folder: Path, extra: Mapping[str, object]) -> Saving:
         return start_save(self.stage, optimizer, folder, extra=extra, chunks=True)
 
     def load(self, optimizer: Optimizer, folder: Path) -> dict[str, Any]:

@@ -245,7 +245,7 @@ def train(
         raise typer.Exit(INTERRUPTED)
 
 
-def _summary(job: Job, done: Trained) -> dict[str, Any]:
+def _summary(job: Job, done: Trained) -> dict[str, object]:
     return {
         "ok": not done.stopped,
         "grid": dict(job.grid),
@@ -286,7 +286,7 @@ def _finish(out: Any, job: Job, name: str, done: Trained, compare: Sequence[Path
 def marking(stop_file: Path) -> Iterator[Path]:
     """Ctrl-C, or a launcher's request to end, leaves a mark that the ranks look for; a second Ctrl-C ends at once."""
 
-    def mark(number: int, _: Any) -> None:
+    def mark(number: int, _: object) -> None:
         if stop_file.exists() and number == signal.SIGINT:
             raise KeyboardInterrupt
         stop_file.touch()

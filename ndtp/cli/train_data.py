@@ -10,7 +10,7 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,7 +103,7 @@ def documents(path: Path, field: str) -> Iterator[str | Sequence[int]]:
         raise DataError(f"{path} cannot be read: {reason(error)}") from None
 
 
-def _parsed(line: str, where: str) -> Any:
+def _parsed(line: str, where: str) -> object:
     try:
         return json.loads(line)
     except RecursionError:
@@ -114,7 +114,7 @@ def _parsed(line: str, where: str) -> Any:
         ) from None
 
 
-def _document(record: Any, field: str, where: str) -> str | Sequence[int]:
+def _document(record: object, field: str, where: str) -> str | Sequence[int]:
     """Return the text of a record, or its tokens; an empty text and no tokens are a document, which has none."""
     if not isinstance(record, dict):
         raise DataError(f"{where}: the record is {shown(record)}; fix: an object with a field {field!r} on each line")
@@ -135,7 +135,7 @@ def _document(record: Any, field: str, where: str) -> str | Sequence[int]:
     return found
 
 
-def _table_records(path: Path) -> Iterator[dict[str, Any]]:
+def _table_records(path: Path) -> Iterator[dict[str, object]]:
     if find_spec("pyarrow") is None:
         raise DataError(f"{path} is read by pyarrow, which is not installed; pip install 'ndtp[data]'")
     import pyarrow
@@ -144,7 +144,7 @@ def _table_records(path: Path) -> Iterator[dict[str, Any]]:
         if path.suffix == ".parquet":
             import pyarrow.parquet
 
-            batches: Iterable[Any] = pyarrow.parquet.ParquetFile(path).iter_batches()
+            batches = pyarrow.parquet.ParquetFile(path).iter_batches()
         else:
             with pyarrow.memory_map(str(path)) as source:
                 try:

@@ -158,7 +158,7 @@ def read_log(path: Path) -> list[dict[str, str]]:
         return [row for row in csv.DictReader(file) if row.get("step") and row.get("grid")]
 
 
-def live_table(path: Path) -> Any:
+def live_table(path: Path) -> object:
     """The last steps of a log as a table, for below a bar of progress; an empty text before there are any."""
     from rich.table import Table
 

@@ -86,7 +86,7 @@ def same_model(before: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, A
     return {name: before.get(name) for name in names}, {name: now.get(name) for name in names}
 
 
-def _class_and_config(path: Path) -> tuple[type, Any]:
+def _class_and_config(path: Path) -> tuple[type, object]:
     """The class of a causal language model that transformers has for a config, and the config that the class takes."""
     try:
         import transformers

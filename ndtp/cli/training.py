@@ -231,7 +231,7 @@ class Model:
     def clip(self, max_norm: float) -> float:
         return float(clip_grad_norm_(self.module.parameters(), max_norm))
 
-    def save(self, optimizer: torch.optim.Optimizer, folder: Path, extra: Mapping[str, Any]) -> Saving:
+    def save(self, optimizer: torch.optim.Optimizer, folder: Path, extra: Mapping[str, object]) -> Saving:
         return start_save(self.module, optimizer, folder, extra=extra, chunks=True)
 
     def load(self, optimizer: torch.optim.Optimizer, folder: Path) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,7 +52,7 @@ class Backend:
         """Return whether one call makes the groups of all ranks along an axis, out of the world's."""
         return False
 
-    def group_arguments(self, seconds: float, high_priority: bool, max_ctas: int | None) -> dict[str, Any]:
+    def group_arguments(self, seconds: float, high_priority: bool, max_ctas: int | None) -> dict[str, object]:
         """The arguments of `dist.new_group` for a group whose waits fail after some seconds."""
         return {"timeout": timedelta(seconds=seconds)}
 
@@ -76,7 +75,7 @@ class _Nccl(Backend):
     def can_split(self) -> bool:
         return nccl.can_split()
 
-    def group_arguments(self, seconds: float, high_priority: bool, max_ctas: int | None) -> dict[str, Any]:
+    def group_arguments(self, seconds: float, high_priority: bool, max_ctas: int | None) -> dict[str, object]:
         return nccl.group_arguments(seconds, high_priority, max_ctas)
 
     def multiprocessors(self) -> int:

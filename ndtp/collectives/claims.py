@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -21,7 +20,7 @@ def claimed_by(topic: str, ranks: Sequence[int]) -> tuple[int, ...]:
     """
     if not dist.is_initialized() or len(ranks) == dist.get_world_size() or not backend_of().has_peers:
         return ()
-    store: Any = _get_default_store()
+    store = _get_default_store()
     key, own = f"ndtp/claims/{topic}", " ".join(map(str, ranks))
     before = store.compare_set(key, "", own).decode()
     theirs = tuple(map(int, before.split()))

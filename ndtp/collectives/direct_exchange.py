@@ -109,7 +109,7 @@ def exchange(
     return Exchange(works, through_host)
 
 
-def announce(group: ProcessGroup, like: Tensor, purpose: int) -> list[Any]:
+def announce(group: ProcessGroup, like: Tensor, purpose: int) -> list[object]:
     """Empty messages around the group that say what its next collective is for, as those of an exchange do.
 
     For a collective of gloo's own, whose messages are numbered and no more.  Where not all ranks mean the same, two of

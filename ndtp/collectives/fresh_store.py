@@ -10,7 +10,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from importlib import import_module
 from typing import Any
@@ -56,11 +56,11 @@ def fresh(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 def meet_afresh() -> None:
     """Have `init_process_group` give ranks of torchrun a store without what ranks before a restart wrote there."""
     handlers = import_module("torch.distributed.rendezvous")._rendezvous_handlers  # its package has a function so named
-    before: Callable[..., Iterator[Any]] = handlers["env"]
+    before = handlers["env"]
     if getattr(before, "is_of_ndtp", False):
         return
 
-    def handler(url: str, timeout: timedelta = timedelta(minutes=30), **options: Any) -> Iterator[Any]:
+    def handler(url: str, timeout: timedelta = timedelta(minutes=30), **options: object) -> Iterator[object]:
         for store, rank, size in before(url, timeout=timeout, **options):
             is_shared = os.environ.get(OF_AN_AGENT) == "True"
             yield (fresh(store, rank, size, timeout) if is_shared else store), rank, size

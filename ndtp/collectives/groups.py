@@ -184,7 +184,7 @@ def _know_as_many(members: tuple[int, ...], number: int, seconds: float) -> None
 
     if len(members) == 1 or not backend_of().has_peers:
         return
-    names: dict[Any, str] = in_place(_NAMES)
+    names: dict[object, str] = in_place(_NAMES)
     store, key = _get_default_store(), f"ndtp/alone/{'_'.join(map(str, members))}/{number}"
     store.set(f"{key}/{dist.get_rank()}", str(len(names)))
     store.wait([f"{key}/{member}" for member in members], timedelta(seconds=seconds))
@@ -232,7 +232,7 @@ def _end_what_is_due() -> None:
 def _end(group: ProcessGroup) -> None:
     if not _is_registered(group):  # the world has ended before
         return
-    names: dict[Any, str] = in_place(_NAMES)
+    names: dict[object, str] = in_place(_NAMES)
     name = names[group]
     dist.destroy_process_group(group)
     # torch names a group that its members alone make by how many groups they have.  Ranks on which this one has ended

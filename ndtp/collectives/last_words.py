@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from inspect import getclosurevars, isfunction
-from typing import Any
 
 from ndtp.collectives.own_presence import presence
 from ndtp.errors import CommunicationError
@@ -88,11 +87,11 @@ def tell_of(error: BaseException) -> BaseException:
 
 def speak_at_the_end() -> None:
     """Have errors that end the program told to the others."""
-    before: Callable[..., Any] = sys.excepthook
+    before: Callable[..., object] = sys.excepthook
     if _tells(before):
         return
 
-    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    def hook(kind: type[BaseException], error: BaseException, trace: object) -> None:
         try:
             error = tell_of(error)
         finally:
@@ -102,7 +101,7 @@ def speak_at_the_end() -> None:
     sys.excepthook = hook
 
 
-def _tells(hook: Any) -> bool:
+def _tells(hook: object) -> bool:
     """Return whether a hook is ndtp's, or one of torch's, which every start puts around the hook of before."""
     while hook is not None and not getattr(hook, "is_of_ndtp", False):
         hook = getclosurevars(hook).nonlocals.get("old_hook") if isfunction(hook) else None

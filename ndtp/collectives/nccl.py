@@ -62,7 +62,7 @@ def keep_order() -> None:
     )
 
 
-def group_arguments(timeout: float | None, high_priority: bool, max_ctas: int | None) -> dict[str, Any]:
+def group_arguments(timeout: float | None, high_priority: bool, max_ctas: int | None) -> dict[str, object]:
     """Arguments of `dist.new_group`: options, and the device, by which the communicator is made at once.
 
     A communicator that is made at its first collective would be made in the middle of a schedule.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
 import torch.distributed as dist
@@ -13,7 +12,7 @@ from ndtp.collectives.backends import backend_of
 from ndtp.collectives.flight import Flight
 from ndtp.collectives.presence import Presence
 
-_PRESENT: WeakKeyDictionary[Any, Presence] = WeakKeyDictionary()  # by the world
+_PRESENT: WeakKeyDictionary[object, Presence] = WeakKeyDictionary()  # by the world
 _SERIAL = [0]  # of the last world that had one; ranks make worlds together
 
 

@@ -213,7 +213,7 @@ class Recorder:
     def __exit__(self, *error: Any) -> None:
         self._recording.recorder = None
 
-    def mark(self) -> Any:
+    def mark(self) -> object:
         """Now, on the current stream or on the host's clock."""
         if not self._on_device:
             return time.perf_counter()

@@ -19,7 +19,7 @@ def is_capturing(device_type: str) -> bool:
     return device_type in STREAMED and torch.cuda.is_current_stream_capturing()
 
 
-def mark() -> Any:
+def mark() -> object:
     """The current stream, in the cheapest form that `stream_of` takes."""
     return torch._C._cuda_getCurrentStream(torch.cuda.current_device())
 

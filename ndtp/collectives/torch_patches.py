@@ -179,7 +179,7 @@ def in_place(target: str) -> Any:
     return getattr(pkgutil.resolve_name(owner), name)
 
 
-def replaced(target: str, make: Callable[[Any], Any]) -> None:
+def replaced(target: str, make: Callable[[Any], object]) -> None:
     """Put another function in the place of one of torch's, once a process, whichever thread comes first.
 
     Modules of libraries that have torch's function under its own name call the other one from then on, too.
@@ -200,10 +200,10 @@ def replaced(target: str, make: Callable[[Any], Any]) -> None:
                     setattr(module, name, made)
 
 
-def _importers(name: str, given: Any) -> Iterator[Any]:
+def _importers(name: str, given: object) -> Iterator[object]:
     """Yield the modules outside of torch that have something of torch's under its own name."""
     for module in [*sys.modules.values()]:
-        own: dict[str, Any] = {}
+        own = {}
         with suppress(Exception):  # what stands for a module may import when it is asked
             own = vars(module)
         if own.get(name) is given and str(own.get("__name__")).partition(".")[0] != "torch":

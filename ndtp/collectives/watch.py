@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from ndtp.collectives.flight import DONE, STARTED, WAITED, FlightEntry, Note
 from ndtp.collectives.labels import LABEL, Label
@@ -40,7 +39,7 @@ class Watch:
             self._entry = here.flight.start(_note(self.label, self.ranks), 0)
             self._entry[WAITED] = self._entry[STARTED]
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         LABEL.reset(self._token)
         if isinstance(error, RuntimeError) and not isinstance(error, CommunicationError):
             raise failure(self.label, self.describe, error, self.ranks) from error

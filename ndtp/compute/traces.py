@@ -5,8 +5,6 @@ Also a graph of autograd that hooks around it do not see.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch._C import _get_dispatch_mode, _TorchDispatchModeKey  # type: ignore[attr-defined]
@@ -112,7 +110,7 @@ def refuse_second(name: str, op: str = "") -> None:
         )
 
 
-def refuse_batched(grad: Any, what: str, asked: Any = False) -> None:
+def refuse_batched(grad: object, what: str, asked: object = False) -> None:
     """Refuse gradients that torch computes several of at once.
 
     Args:

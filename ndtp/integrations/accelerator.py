@@ -44,7 +44,7 @@ class RowsHere:
     def __init__(self, loader: Any, mesh: ProcessGrid, note: Callable[[bool], None]) -> None:
         self.loader, self.mesh, self.note = loader, mesh, note
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         for batch in self.loader:
             mine = rows_here(batch, self.mesh, getattr(self.loader, "batch_size", None))
             self.note(mine is not batch)
@@ -96,7 +96,7 @@ class Accelerator(accelerate.Accelerator):
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> Any:
+    ) -> object:
         if not getattr(model, "_is_accelerate_prepared", False):
             if self.device_placement and device_placement is not False:
                 model = model.to(self.device)
@@ -105,7 +105,7 @@ class Accelerator(accelerate.Accelerator):
                 model.register_forward_hook(self._note_call)
         return super().prepare_model(model, device_placement=False, evaluation_mode=evaluation_mode)
 
-    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> RowsHere:
         if isinstance(data_loader, RowsHere):
             return data_loader
         return RowsHere(super().prepare_data_loader(data_loader, *args, **kwargs), self.ndtp_mesh, self._note_batch)
@@ -113,7 +113,7 @@ class Accelerator(accelerate.Accelerator):
     def _note_batch(self, has_own_rows: bool) -> None:
         self._has_own_rows = has_own_rows
 
-    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> object:
         """A loader like another one, without its first batches."""
         if not isinstance(dataloader, RowsHere):
             return super().skip_first_batches(dataloader, num_batches)
@@ -149,7 +149,7 @@ class Accelerator(accelerate.Accelerator):
             return gathered_rows(tensor, self.ndtp_mesh)
         return super().gather(whole(tensor))
 
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> object:
         """What was made of the last batch, tensors or lists of anything, of all of its rows."""
         is_other = use_gather_object or not all(isinstance(x, Tensor) for x in tree_leaves(input_data))
         if self._has_own_rows and is_other:
@@ -171,7 +171,7 @@ class Accelerator(accelerate.Accelerator):
 
         return tree_map(reduced, tensor)
 
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> object:
         """Tensors that are as long as the longest of the ranks that have rows of their own."""
         if not self._has_own_rows:
             return super().pad_across_processes(whole(tensor), dim, pad_index, pad_first)
@@ -199,7 +199,7 @@ class Accelerator(accelerate.Accelerator):
         """The dense state dict in the host's memory on rank 0, an empty one elsewhere; a collective."""
         return gathered_state(self.unwrap_model(model), self.ndtp_mesh, self.is_main_process)
 
-    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
+    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> object:
         """Write models and optimizers once, and the rest as accelerate does.
 
         Returns:

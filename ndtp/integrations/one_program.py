@@ -91,7 +91,7 @@ class Meeting:
         if self.mesh is not None and self.mesh.grid.num_ranks > 1:
             dist.barrier(group=self.mesh.group(self.mesh.grid.nontrivial(self.mesh.grid.names)))
 
-    def __deepcopy__(self, memo: Any) -> Meeting:
+    def __deepcopy__(self, memo: object) -> Meeting:
         return self
 
     def __reduce__(self) -> Any:
@@ -154,15 +154,15 @@ def share_of_loss(models: Iterable[nn.Module], mesh: ProcessGrid | None) -> floa
     return 1.0 / mesh.grid.size(axes)
 
 
-def _has_own_losses(model: Any) -> bool:
+def _has_own_losses(model: nn.Module) -> bool:
     report = getattr(model, "ndtp_report", None)
     return report is not None and bool(report.losses)
 
 
-def gathered_rows(result: Any, mesh: ProcessGrid) -> Any:
+def gathered_rows(result: object, mesh: ProcessGrid) -> Any:
     """The rows that ranks along the data axes have of tensors, one behind the other, on every rank; a collective."""
 
-    def of_all(x: Any) -> Any:
+    def of_all(x: Any) -> object:
         if not isinstance(x, Tensor):
             return x
         mine = whole(x).detach()
@@ -172,7 +172,7 @@ def gathered_rows(result: Any, mesh: ProcessGrid) -> Any:
     return tree_map(of_all, result)
 
 
-def of_data_ranks(mine: Any, mesh: ProcessGrid) -> list[Any]:
+def of_data_ranks(mine: object, mesh: ProcessGrid) -> list[Any]:
     """What the ranks along the data axes have, in the order of their rows; a collective."""
     axes = data_axes(mesh)
     mine = tree_map(lambda x: whole(x).detach().cpu() if isinstance(x, Tensor) else x, mine)
@@ -181,7 +181,7 @@ def of_data_ranks(mine: Any, mesh: ProcessGrid) -> list[Any]:
     return [part for _, part in sorted(parts, key=itemgetter(0))]
 
 
-def rows_here(inputs: Any, mesh: ProcessGrid | None, batch_size: int | None = None) -> Any:
+def rows_here(inputs: object, mesh: ProcessGrid | None, batch_size: int | None = None) -> object:
     """Of a whole batch, the rows that this rank's model is called with: a share, where axes such as `dp` split rows.
 
     A batch that those axes do not divide is left whole for all of them: the mean of equal losses is the loss.
@@ -205,7 +205,7 @@ def rows_here(inputs: Any, mesh: ProcessGrid | None, batch_size: int | None = No
     return cut_rows(inputs, rows, count)
 
 
-def number_of_samples(inputs: Any, batch_size: int | None = None) -> int:
+def number_of_samples(inputs: object, batch_size: int | None = None) -> int:
     """Return how many samples a batch has; 0 where that is not known.  A tensor of another length, such as a table,
     belongs to no sample.
     """
@@ -219,7 +219,7 @@ def number_of_samples(inputs: Any, batch_size: int | None = None) -> int:
     return sizes[0] if sizes else 0
 
 
-def _hash_of(x: Tensor) -> Any:
+def _hash_of(x: Tensor) -> Tensor | int:
     """Return a hash of integers, or of a sample of real numbers, which may be many."""
     if x.is_floating_point() or x.is_complex():
         x = x.detach().reshape(-1)
@@ -241,14 +241,14 @@ def _compare(tensors: Sequence[Tensor], mesh: ProcessGrid) -> None:
         compare(mesh, conversation, Point(what, (shapes, values), facts=lambda: facts))
 
 
-def _tensors_of(inputs: Any) -> list[Tensor]:
+def _tensors_of(inputs: object) -> list[Tensor]:
     if isinstance(inputs, Tensor):
         return [inputs]
     parts = inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, (list, tuple)) else ()
     return [tensor for part in parts for tensor in _tensors_of(part)]
 
 
-def cut_rows(inputs: Any, rows: slice, count: int) -> Any:
+def cut_rows(inputs: object, rows: slice, count: int) -> object:
     """Some of the rows of a batch of so many, in a container of its own."""
     if isinstance(inputs, Tensor):
         return inputs[rows] if inputs.dim() and len(inputs) == count else inputs

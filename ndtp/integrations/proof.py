@@ -55,7 +55,7 @@ class Proof:
             return 1.0
         return 1.0 / self.mesh.grid.size(data_axes(self.mesh))
 
-    def look(self, loss_of: Callable[[Any], float], batch: Any, is_cut: bool, rounding: float) -> None:
+    def look(self, loss_of: Callable[[Any], float], batch: object, is_cut: bool, rounding: float) -> None:
         """Find out what the loss is, where that is due; a collective.
 
         Raises:
@@ -126,7 +126,7 @@ class Proof:
         first = {place: loss for place, _, loss in sorted(every, reverse=True)}  # of ranks with the same rows
         return [first[place] for place in sorted(first)]
 
-    def _refuse_uneven_labels(self, batch: Any, count: int, size: int) -> None:
+    def _refuse_uneven_labels(self, batch: object, count: int, size: int) -> None:
         labels = batch.get("labels") if isinstance(batch, Mapping) else None
         if not isinstance(labels, Tensor) or labels.is_floating_point() or len(labels) != count:
             return
@@ -141,7 +141,7 @@ class Proof:
 
 
 @contextmanager
-def leaving_no_trace(trainer: Any, model: nn.Module) -> Iterator[None]:
+def leaving_no_trace(trainer: object, model: nn.Module) -> Iterator[None]:
     """Compute losses without gradients and dropout: random numbers, modes and what a Trainer counts are as before."""
     modes = [(module, module.training) for module in model.modules()]
     counted = {
@@ -184,7 +184,7 @@ def rounding_of(trainer: Any, model: nn.Module) -> float:
     return ROUNDING_OF_16_BITS if is_short or trainer.args.bf16 or trainer.args.fp16 else ROUNDING
 
 
-def refuse_sums_of_steps(trainer: Any, proof: Proof, batch: Any) -> None:
+def refuse_sums_of_steps(trainer: Any, proof: Proof, batch: object) -> None:
     """Refuse to accumulate a loss that the Trainer of a dense model adds up, and that of a model with `dp` averages.
 
     Raises:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.steps import Step
@@ -104,7 +105,7 @@ def _links(grid: Grid, job: CalibrationJob) -> Iterator[LinkSample]:
                 tensor = torch.randn(count * size if whole else count, dtype=dtype, device=job.device)
                 step = Step(collective, (axis,), None if collective == "all_reduce" else 0, 0)
 
-                def action(tensor: Any = tensor, step: Step = step) -> None:
+                def action(tensor: Tensor = tensor, step: Step = step) -> None:
                     mesh.collectives.start(step, tensor, ("calibrate",), "forward").wait()
 
                 received = count * (size - 1) * dtype.itemsize * (2 if collective == "all_reduce" else 1)
@@ -160,7 +161,7 @@ def _copies(job: CalibrationJob) -> float:
     return held * 2 * x.numel() * 4 / sustained(lambda: [x.relu() for _ in range(held)], job) / 1e9
 
 
-def sustained(action: Callable[[], Any], job: CalibrationJob) -> float:
+def sustained(action: Callable[[], object], job: CalibrationJob) -> float:
     """Seconds of an action among many of its kind, on all ranks at once.
 
     One short action alone is over before ranks that share processors get in each other's way.
@@ -174,7 +175,7 @@ def sustained(action: Callable[[], Any], job: CalibrationJob) -> float:
     return timed(many, job) / count
 
 
-def timed(action: Callable[[], Any], job: CalibrationJob) -> float:
+def timed(action: Callable[[], object], job: CalibrationJob) -> float:
     """Median over repeats of the slowest rank's seconds.  All ranks at once: they share what they share in a step."""
     times = []
     for repeat in range(-1, job.repeats):

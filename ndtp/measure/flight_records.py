@@ -93,7 +93,7 @@ def read_flights(folder: Path) -> dict[int, FlightRecord]:
     return found
 
 
-def _parsed(path: Path) -> Any:
+def _parsed(path: Path) -> object:
     if not path.is_file():
         raise ValueError("it is no regular file")
     if path.stat().st_size > MOST_BYTES:
@@ -133,25 +133,25 @@ def _axes(values: dict[str, Any]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _value(values: Any, name: str) -> Any:
+def _value(values: object, name: str) -> Any:
     if not isinstance(values, dict) or name not in values:
         raise ValueError(f"it lacks '{name}'")
     return values[name]
 
 
-def _integer(values: Any, name: str, least: int, most: int = _MOST) -> int:
+def _integer(values: object, name: str, least: int, most: int = _MOST) -> int:
     if type(found := _value(values, name)) is not int or not least <= found <= most:
         raise ValueError(f"'{name}' is {found!r:.100}, not a whole number from {least} to {most}")
     return found
 
 
-def _text(values: Any, name: str) -> str:
+def _text(values: object, name: str) -> str:
     if not isinstance(found := _value(values, name), str) or not found.isprintable():
         raise ValueError(f"'{name}' is {found!r:.100}, not a text of one line")
     return found
 
 
-def _list(values: Any, name: str, kind: type) -> list[Any]:
+def _list(values: object, name: str, kind: type) -> list[Any]:
     found = _value(values, name)
     if not isinstance(found, list) or not all(type(each) is kind for each in found):
         raise ValueError(f"'{name}' is {found!r:.100}, not a list of {kind.__name__}")

@@ -135,7 +135,7 @@ def _extended(fewer: Volume, longer: Volume, times: int) -> Volume:
     return Volume.of(found)
 
 
-def _repeat(config: dict[str, Any], what: str) -> tuple[dict[str, Any], dict[str, Any], int] | None:
+def _repeat(config: dict[str, Any], what: str) -> tuple[dict[str, object], dict[str, object], int] | None:
     """Configs of two models of few layers, and how often their difference makes the whole one; None if none does.
 
     Layers are alike where their modules and the shapes of their parameters are.  After the first few the same ones
@@ -157,7 +157,7 @@ def _repeat(config: dict[str, Any], what: str) -> tuple[dict[str, Any], dict[str
     return None
 
 
-def _are_first(some: Sequence[Sequence[Any]], whole: Sequence[Sequence[Any]], count: int, layers: int) -> bool:
+def _are_first(some: Sequence[Sequence[object]], whole: Sequence[Sequence[object]], count: int, layers: int) -> bool:
     """Return whether lists of layers begin like each other, and those of a length other than the longest are all
     alike.
     """
@@ -171,7 +171,7 @@ def _layers(model: nn.Module) -> list[list[Any]]:
     return [[_made_of(layer) for layer in layers] for layers in _lists(model)]
 
 
-def _made_of(module: nn.Module) -> tuple[Any, ...]:
+def _made_of(module: nn.Module) -> tuple[object, ...]:
     kinds = tuple((name, type(part)) for name, part in module.named_modules())
     return kinds, tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
 

@@ -57,7 +57,7 @@ class RankTrace:
         return merged((span.start, span.end) for span in self.spans if span.kind == kind)
 
     @property
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, object]:
         """Milliseconds, and the fraction of the time in flight in which the rank did not wait; None without flights."""
         computing, flying, waiting = (self.intervals(kind) for kind in ("compute", "collective", "wait"))
         in_flight, exposed = total(flying), total(waiting)
@@ -152,12 +152,12 @@ def lanes(trace: RankTrace) -> list[tuple[str, list[Span]]]:
     return found
 
 
-def chrome_trace(traces: Sequence[RankTrace]) -> dict[str, Any]:
+def chrome_trace(traces: Sequence[RankTrace]) -> dict[str, object]:
     """A trace in Chrome's format, for Perfetto or chrome://tracing: a process a rank, a thread a lane, microseconds.
 
     Source: Trace Event Format, complete events ("X") and metadata events ("M").
     """
-    events: list[dict[str, Any]] = []
+    events = []
     for trace in traces:
         pid = trace.rank
         events.append(_named("process_name", pid, 0, name=trace.name))

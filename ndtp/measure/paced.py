@@ -98,7 +98,7 @@ class Paced:
         return self.forward.predicted + self.backward.predicted
 
     @property
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, object]:
         """Milliseconds, and the two ratios that count."""
         phases = {
             name: {key: 1e3 * value for key, value in (*asdict(x).items(), ("exposed", x.exposed), ("bound", x.bound))}
@@ -217,7 +217,13 @@ def links_of(mesh: ProcessGrid, like: Tensor) -> Speeds:
     return Speeds(links)
 
 
-def _communication(plans: Any, sizes: Any, itemsize: int, wire: Speeds, phases: tuple[str, ...]) -> float:
+def _communication(
+    plans: tuple[MatMulPlan, ...],
+    sizes: tuple[dict[str, int], ...],
+    itemsize: int,
+    wire: Speeds,
+    phases: tuple[str, ...],
+) -> float:
     """Seconds for which a rank's link works, without what calls cost beside it."""
     bare = Speeds({key: link._replace(latency=0.0) for key, link in wire.links.items()})
     return sum(
@@ -230,7 +236,13 @@ def _communication(plans: Any, sizes: Any, itemsize: int, wire: Speeds, phases: 
 
 
 def _predicted(
-    job: PacedJob, plans: Any, sizes: Any, itemsize: int, wire: Speeds, clock: Clock, chunks: int
+    job: PacedJob,
+    plans: tuple[MatMulPlan, ...],
+    sizes: tuple[dict[str, int], ...],
+    itemsize: int,
+    wire: Speeds,
+    clock: Clock,
+    chunks: int,
 ) -> tuple[float, float]:
     """Return the timeline's prediction of forward and of backward."""
     links = dict(wire.links)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -85,7 +85,7 @@ def turns(rivals: Iterable[Rival], round_: int) -> list[Rival]:
     return random.Random(round_).sample(rivals, len(rivals))
 
 
-def _append(path: str, line: dict[str, Any]) -> None:
+def _append(path: str, line: dict[str, object]) -> None:
     with Path(path).open("a") as log:
         log.write(json.dumps(line) + "\n")
 
@@ -186,7 +186,7 @@ class Reference:
         return cls(dense, x, grad, y.detach())
 
 
-def _sum_over_ranks(wrong: Any, device: str) -> int:
+def _sum_over_ranks(wrong: object, device: str) -> int:
     total = torch.as_tensor(wrong, dtype=torch.int64, device=device).reshape(1)
     dist.all_reduce(total)
     return int(total)
@@ -202,7 +202,7 @@ def count_wrong(case: VolumeCase, mesh: ProcessGrid, shape: BlockShape, device: 
     actual.backward(block.out_layout.shard(grad, mesh.rank).contiguous())
     pairs = [(actual, reference.y, block.out_layout), (x_shard.grad, x.grad, block.in_layout)]
     for layer, dense_layer in ((block.up, dense.up), (block.down, dense.down)):
-        gradient: Any = layer.weight.grad
+        gradient = layer.weight.grad
         pairs.append((getattr(gradient, "_local_tensor", gradient), dense_layer.weight.grad, layer.weight_layout))
     wrong = sum((got != layout.shard(want, mesh.rank)).sum() for got, want, layout in pairs if want is not None)
     return _sum_over_ranks(wrong, device)
@@ -228,7 +228,7 @@ def count_wrong_of_rival(name: str, job: StepJob) -> int:
     y.backward(mine(reference.grad, 0, rows_split))
     pairs = [(y, mine(reference.y, 0, rows_split)), (x.grad, mine(reference.x.grad, 0, rows_split))]  # type: ignore[arg-type]
     for parameter, want, dim in zip(block.parameters(), wanted, (0, 1), strict=True):
-        gradient: Any = parameter.grad
+        gradient = parameter.grad
         pairs.append((getattr(gradient, "_local_tensor", gradient), mine(want, dim)))  # type: ignore[arg-type]
     return _sum_over_ranks(sum((got != want).sum() for got, want in pairs), job.device)
 

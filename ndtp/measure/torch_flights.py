@@ -63,7 +63,7 @@ def torch_dumps(flights: Mapping[int, FlightRecord]) -> dict[int, dict[str, Any]
     groups = sorted(first)
     dumps = {}
     for rank, record in sorted(flights.items()):
-        dumped: list[dict[str, Any]] = []
+        dumped: list[dict[str, object]] = []
         config: dict[str, dict[str, str]] = {}
         counts: dict[str, int] = {}
         for entry in record.collectives:
@@ -121,7 +121,7 @@ def _collectives(record: FlightRecord) -> Iterable[FlightLine]:
 
 def _entry(
     entry: FlightLine, index: int, group: int, names: tuple[str, str], nth: int, title: str, ranks: int
-) -> dict[str, Any]:
+) -> dict[str, object]:
     sent, received = _sizes(title, entry.num_bytes, ranks)
     started, done = (int(seconds * 1e9) if seconds else None for seconds in (entry.started, entry.done))
     return {

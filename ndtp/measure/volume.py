@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.schemes import block_layouts, scheme_of
@@ -118,7 +118,7 @@ def meter(
     return meter_step(mlp, x.requires_grad_())
 
 
-def meter_step(module: torch.nn.Module, x: Any) -> Volume:
+def meter_step(module: torch.nn.Module, x: Tensor) -> Volume:
     with CommMeter() as metered:
         y = module(x)
         y.backward(torch.ones_like(y))

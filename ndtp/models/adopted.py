@@ -54,7 +54,7 @@ def class_of(mine: Any, theirs: Any, behind: bool = False) -> type:
     Args:
         behind: what `theirs` does comes first, and calls `mine` by `super()`.
     """
-    bases: tuple[Any, ...] = (theirs, mine) if behind and theirs is not nn.Embedding else (mine, theirs)
+    bases: tuple[object, ...] = (theirs, mine) if behind and theirs is not nn.Embedding else (mine, theirs)
     bases = (mine,) if issubclass(mine, theirs) else bases
     return _made(theirs.__name__, bases, theirs.__module__)
 
@@ -72,7 +72,7 @@ class Adopted(Sharded):
     settled: Settlements
     dense_class: type[nn.Module]
 
-    def __init_subclass__(cls, **named: Any) -> None:
+    def __init_subclass__(cls, **named: object) -> None:
         super().__init_subclass__(**named)
         if "forward" in vars(cls):
             cls.forward = eagerly(WHY_EAGER)(cls.forward)
@@ -125,7 +125,7 @@ class Adopted(Sharded):
 
     def held(self, name: str) -> Tensor | None:
         """A parameter, or what was computed in its place, to lie as that."""
-        own: Any = self._parameters
+        own = self._parameters
         if name not in self.lies:
             return None
         if name in own and ((found := own[name]) is None or is_placed(found) or not _is_computed(found)):
@@ -298,7 +298,7 @@ class SplitEmbedding(Adopted, nn.Embedding):
         )
         flat, weight = passage.laid(ids.flatten()), self.needed("weight", None)
         y = look_up(flat, weight, plan, self.mesh, self.num_embeddings, self.padding_idx)  # type: ignore[arg-type]
-        last: Any = vars(self).get("ndtp_last")
+        last: object = vars(self).get("ndtp_last")
         if last is None or last != passage:
             last = vars(self)["ndtp_last"] = passage
         return enter(y.view_as(y), last)  # the same object where inputs are alike: what follows looks no closer

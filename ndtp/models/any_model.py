@@ -151,7 +151,7 @@ class AnyModel(Placing):
         module.is_own_under_autocast, module.is_twice = is_own, name in self.twice
         self.linears += 1
 
-    def _product(self, name: str, module: Any, leads_in: bool, **options: Any) -> None:
+    def _product(self, name: str, module: nn.Module, leads_in: bool, **options: Any) -> None:
         """Put a layer that multiplies on the grid; see `place_projection` for `options`."""
         inside, outside = features(module)
         side = inside if leads_in else outside

@@ -11,7 +11,6 @@ import types
 import warnings
 from collections.abc import Iterator
 from itertools import takewhile
-from typing import Any
 
 from torch import nn
 
@@ -37,7 +36,7 @@ def warn_of_asked_types(model: nn.Module) -> None:
             )
 
 
-def _places(kind: Any) -> Iterator[tuple[types.CodeType, int]]:
+def _places(kind: type[nn.Module]) -> Iterator[tuple[types.CodeType, int]]:
     """Yield where a class asks, in its forward and in the methods and functions beside it that this names."""
     waiting, seen = [inspect.getattr_static(kind, "forward", None)], set()
     while waiting:
@@ -53,7 +52,7 @@ def _places(kind: Any) -> Iterator[tuple[types.CodeType, int]]:
                 waiting += [inspect.getattr_static(kind, name, None), *([beside] if is_beside else [])]
 
 
-def _unknown(x: Any) -> types.FunctionType | None:
+def _unknown(x: object) -> types.FunctionType | None:
     """Return the function that a method is; None for what is none, and for code that is known."""
     found = function_below(x)
     return None if found is None or str(found.__module__).startswith(_KNOWN) else found

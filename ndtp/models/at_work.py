@@ -126,7 +126,7 @@ def _noting(theirs: Any, name: str, mesh: GridLike, compiles: bool) -> Any:
     return run
 
 
-def _refuse_drafts(who: str, model: Any, given: dict[str, Any]) -> None:
+def _refuse_drafts(who: str, model: nn.Module, given: dict[str, Any]) -> None:
     """Refuse drafts where ranks have rows of their own: each accepts another number of tokens."""
     config = given.get("generation_config") or getattr(model, "generation_config", None)
     for name in _DRAFTS:
@@ -151,7 +151,7 @@ def computing(kind: Any) -> set[str]:
     waiting = ["forward", "generate"]
     while waiting:
         name = waiting.pop()
-        method: Any = inspect.getattr_static(kind, name, None)
+        method: object = inspect.getattr_static(kind, name, None)
         is_method = isinstance(method, types.FunctionType) and (name == "forward" or not hasattr(nn.Module, name))
         if name in found or not is_method:
             continue

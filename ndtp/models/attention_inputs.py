@@ -18,7 +18,7 @@ BIASES = ("alibi", "position_bias")  # of scores: [batch heads or heads, .., ..]
 BESIDE = ("mask", "bias", "position", "alibi", "cos", "sin", "embed")  # in names of what is no hidden states
 
 
-def may_be_hidden(name: str, x: Any, features: int) -> bool:
+def may_be_hidden(name: str, x: Tensor, features: int) -> bool:
     """Return whether an argument that is no split activation may be hidden states, [batch, sequence, features]."""
     if not isinstance(x, Tensor):
         return False

@@ -35,7 +35,7 @@ from ndtp.runtime.given_mesh import GivenWire
 from ndtp.runtime.process_grid import ProcessGrid
 
 
-def blocks_of(model: Any, tokens: int) -> list[Block]:
+def blocks_of(model: nn.Module, tokens: int) -> list[Block]:
     """Return the planner's blocks of a model's layers, each as often as it occurs; layers that stay whole are left
     out.
 
@@ -45,7 +45,7 @@ def blocks_of(model: Any, tokens: int) -> list[Block]:
     return [replace(block, times=times) for block, times in found.items()]
 
 
-def blocks_by_name(model: Any, tokens: int) -> list[tuple[Block, tuple[str, ...]]]:
+def blocks_by_name(model: nn.Module, tokens: int) -> list[tuple[Block, tuple[str, ...]]]:
     """Each block that `parallelize` splits, and the modules whose matrices are its weights.
 
     Raises:
@@ -97,7 +97,7 @@ def _is_in(name: str, module: str) -> bool:
 
 
 def _vocabulary(
-    model: Any, modules: Mapping[str, nn.Module], tokens: int, width: int
+    model: nn.Module, modules: Mapping[str, nn.Module], tokens: int, width: int
 ) -> list[tuple[Block, tuple[str, ...]]]:
     table, head = (vocabulary_of(model, which) for which in ("get_input_embeddings", "get_output_embeddings"))
     if not isinstance(table, nn.Embedding):

@@ -46,7 +46,7 @@ def _caches_beside(model: nn.Module) -> Iterator[Any]:
             yield from _caches_in(each, seen)
 
 
-def _caches_in(function: Any, seen: set[int], depth: int = 3) -> Iterator[Any]:
+def _caches_in(function: object, seen: set[int], depth: int = 3) -> Iterator[object]:
     """A function's cache, that of what it wraps, and those that its closure holds."""
     if id(function) in seen or not callable(function) or issubclass(type(function), type):
         return
@@ -65,7 +65,7 @@ def _is_fake(x: Any) -> bool:
     return issubclass(kind, FakeTensor) or (issubclass(kind, Tensor) and x.is_meta)
 
 
-def holds_fake(cache: Any, depth: int = 4) -> bool:
+def holds_fake(cache: object, depth: int = 4) -> bool:
     waiting: list[Any] = [cache]
     for _ in range(depth):  # the cache, its entries, a result, and a tuple of several
         waiting = [x for each in waiting if not issubclass(type(each), Tensor) for x in gc.get_referents(each)]

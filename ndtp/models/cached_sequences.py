@@ -42,7 +42,7 @@ class Sequences:
     inner: Layout
     batch: int
 
-    def __deepcopy__(self, memo: Any) -> Sequences:
+    def __deepcopy__(self, memo: object) -> Sequences:
         return self
 
     @property
@@ -139,12 +139,12 @@ class CacheOfRank:
     def batch_select_indices(self, indices: Tensor) -> None:
         self._pick(torch.arange(self.ndtp_sequences.batch)[indices.cpu()], "batch_select_indices", indices)
 
-    def _pick(self, index: Tensor, name: str, given: Any) -> None:
+    def _pick(self, index: Tensor, name: str, given: Tensor | int) -> None:
         """Pick sequences in all layers; all that leaves is on its way before anything is waited for."""
         sequences = self.ndtp_sequences
         index_of_all = index.tolist()
         picks = sequences.picks(index_of_all)
-        found: list[tuple[Any, str]] = []
+        found = []
         for number, layer in enumerate(self.layers):
             if self.ndtp_layers is not None and number not in self.ndtp_layers:
                 getattr(layer, name)(given)
@@ -216,7 +216,7 @@ def lay_caches(
                 cache.ndtp_layers.add(layer)
 
 
-def refuse_filled_cache(value: Any, layer: int | None, core: Any) -> None:
+def refuse_filled_cache(value: object, layer: int | None, core: Any) -> None:
     """Refuse a cache that came with keys of its own, where this rank's are those of other sequences or heads.
 
     Args:
@@ -241,7 +241,7 @@ def refuse_filled_cache(value: Any, layer: int | None, core: Any) -> None:
                 )
 
 
-def _change(layers: Many[Any], sequences: Sequences, to_rank: bool) -> None:
+def _change(layers: Many[object], sequences: Sequences, to_rank: bool) -> None:
     """Let layers of a cache hold the whole batch instead of the sequences of a rank, or the other way."""
     frame = sequences.frame
     mesh, held = frame.mesh, sequences.held(sequences.batch)
@@ -260,7 +260,7 @@ def _change(layers: Many[Any], sequences: Sequences, to_rank: bool) -> None:
                 setattr(layer, key, rows[: sequences.batch].unflatten(1, value.shape[1:]))
 
 
-def _plain_caches(value: Any) -> list[Any]:
+def _plain_caches(value: object) -> list[Any]:
     """Return the caches that have layers: a cache itself, or those of a decoder and of its cross attention."""
     if not hasattr(value, "reorder_cache"):
         return []

@@ -48,7 +48,7 @@ class ExpertsRole:
     activation: str
 
 
-def experts_role(module: Any, hidden: int) -> ExpertsRole | str | None:
+def experts_role(module: nn.Module, hidden: int) -> ExpertsRole | str | None:
     """Return the role of experts in transformers' form; a reason for experts of another form; None for any other
     module.
     """
@@ -63,7 +63,7 @@ def experts_role(module: Any, hidden: int) -> ExpertsRole | str | None:
     takes = tuple(inspect.signature(type(module).forward).parameters)[1:4]
     if (both, wide, out) != (2 * inner, hidden, hidden) or takes != TAKES or module._modules.keys() - {"act_fn"}:
         return f"{reason}, in another form than [experts, 2 inner, {hidden}] and [experts, {hidden}, inner]"
-    gate: Any = getattr(type(module), "_apply_gate", None)
+    gate = getattr(type(module), "_apply_gate", None)
     plain = gate is None or gate.__name__ == "_default_apply_gate"
     if not plain or not getattr(module, "is_concatenated", True) or getattr(module, "has_post_expert_norm", False):
         return f"{reason}, and more than an activation of the gate lies between them"

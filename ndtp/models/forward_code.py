@@ -5,10 +5,9 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Iterator
-from typing import Any
 
 
-def function_below(x: Any) -> types.FunctionType | None:
+def function_below(x: object) -> types.FunctionType | None:
     """Return the function that a method or a decorated function is; None for what is none.
 
     No code of `x` runs: what a class holds may answer any question, or raise.

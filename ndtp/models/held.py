@@ -105,7 +105,7 @@ def _refuse_held_nodes(parameters: dict[str, nn.Parameter]) -> None:
 
     A graph that is still there keeps nodes alive, too, and runs no more: what tells them apart is who refers to them.
     """
-    alive: dict[str, Any] = {}
+    alive = {}
     for name, p in parameters.items():
         if p.requires_grad and p.is_leaf:
             node = torch.autograd.graph.get_gradient_edge(p).node

@@ -5,14 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
 
 
 @contextmanager
-def random_kept(devices: Iterable[Any] = ()) -> Iterator[None]:
+def random_kept(devices: Iterable[object] = ()) -> Iterator[None]:
     """Restore the random states of torch, on the CPU and on these devices, of numpy and of Python when it is left."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
     try:

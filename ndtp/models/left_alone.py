@@ -23,7 +23,7 @@ def _is_own(p: nn.Parameter) -> bool:
     return is_of_own_class(p) or (is_plain(p) and p.is_complex())
 
 
-def _hides_weight(module: Any) -> bool:
+def _hides_weight(module: nn.Module) -> bool:
     """A layer like a Linear without a matrix among its parameters: packed, or of integers in buffers."""
     if "Linear" not in type(module).__name__ or is_linear(module) or not hasattr(module, "in_features"):
         return False

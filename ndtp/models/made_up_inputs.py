@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from torch.utils._pytree import tree_map
 from ndtp.models.roles import features, is_linear
 
 
-def guesses(model: nn.Module) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+def guesses(model: nn.Module) -> Iterator[tuple[tuple[object, ...], dict[str, object]]]:
     """Inputs with which a model may run, by what its first layer takes and how its arguments are called.
 
     Those that are no ids have the dtype of its parameters.
@@ -23,7 +22,7 @@ def guesses(model: nn.Module) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]
     return (tree_map(cast, given) for given in _guesses(model))
 
 
-def _guesses(model: nn.Module) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+def _guesses(model: nn.Module) -> Iterator[tuple[tuple[object, ...], dict[str, object]]]:
     dummy = getattr(model, "dummy_inputs", None)
     if isinstance(dummy, dict) and dummy:
         yield (), dict(dummy)
@@ -55,7 +54,7 @@ def _first_inputs(model: nn.Module) -> Iterator[Tensor]:
         yield torch.zeros(2, 3, side, side)
 
 
-def _by_name(name: str, first: Tensor) -> Any:
+def _by_name(name: str, first: Tensor) -> object:
     if "mask" in name:
         return None
     if name.startswith(("t", "sigma", "time")):

@@ -114,7 +114,7 @@ class NamedPlan:
         return found
 
 
-def _is_layouts(value: Any) -> TypeGuard[Sequence[Layout]]:
+def _is_layouts(value: object) -> TypeGuard[Sequence[Layout]]:
     return isinstance(value, (tuple, list)) and all(x is None or isinstance(x, Layout) for x in value)
 
 

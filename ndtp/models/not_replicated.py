@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 from torch import nn
 
@@ -16,7 +15,7 @@ class NotReplicated:
     """A model with parameters of its own on every rank, which DDP would take for copies, and TorchScript for all."""
 
     @property
-    def _ddp_params_and_buffers_to_ignore(self) -> Any:
+    def _ddp_params_and_buffers_to_ignore(self) -> object:
         """DDP looks for this first, and TorchScript before it traces; to others it is not there."""
         asks = sys._getframe(1).f_globals.get("__name__", "")
         if asks == "torch._jit_internal":
@@ -28,7 +27,7 @@ class NotReplicated:
             "  fix: an axis for data parallelism, Grid(dp=2, ...), whose gradients ndtp sums; no wrapper"
         )
 
-    def __prepare_scriptable__(self) -> Any:
+    def __prepare_scriptable__(self) -> object:
         """Refuse torch.jit.script, which asks every module for this first."""
         raise LayoutError(f"torch.jit: {TORCHSCRIPT}")
 

@@ -111,7 +111,7 @@ class _Watch(TorchFunctionMode):
         self.kind_of[id(x)] = kind
         self.alive.append(x)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         if is_in_transform():
             if func in TRANSFORMED and any(isinstance(x, nn.Parameter) for x in args):
@@ -226,7 +226,7 @@ def _lent(given: Any, mode: Any, device: torch.device | None) -> Any:
     memo: dict[int, Any] = {}
     stays = device is None or any(x.device.type != "cpu" for x in _tensors(given))
 
-    def lent(x: Any) -> Any:
+    def lent(x: object) -> object:
         if isinstance(x, Tensor):
             if not isinstance(mode, FakeTensorMode):
                 return x.detach().clone()
@@ -240,11 +240,11 @@ def _lent(given: Any, mode: Any, device: torch.device | None) -> Any:
     return tree_map(lent, given)
 
 
-def _tensors(x: Any) -> list[Tensor]:
+def _tensors(x: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor)]
 
 
-def observe(model: nn.Module, example: Any = None) -> Observation | None:
+def observe(model: nn.Module, example: object = None) -> Observation | None:
     """Return the facts that a run of a model shows; None where no inputs are known with which it runs.
 
     Args:
@@ -266,13 +266,13 @@ def observe(model: nn.Module, example: Any = None) -> Observation | None:
     return None
 
 
-def _call_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _call_of(example: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(example, Mapping):
         return (), dict(example)
     return (tuple(example), {}) if isinstance(example, (tuple, list)) else ((example,), {})
 
 
-def observe_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Observation | None:
+def observe_call(model: nn.Module, args: Any, kwargs: Any) -> Observation | None:
     """Return the facts that a call of a dense model shows, which then still is to be made.
 
     The run is on tensors without memory; where the code asks for numbers it computes, on a copy of all but parameters.
@@ -290,7 +290,7 @@ def observe_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
 REAL = object()  # in the place of a device: with numbers
 
 
-def _observed(model: nn.Module, args: Any, kwargs: Any, device: Any) -> Observation:
+def _observed(model: nn.Module, args: Any, kwargs: Any, device: object) -> Observation:
     """Run a copy of a model, and watch; with gradients only where its code asks for some of its own.
 
     Args:
@@ -357,7 +357,7 @@ def _silent() -> Iterator[None]:
         logger.disabled = before
 
 
-def _width_of(module: Any) -> int:
+def _width_of(module: nn.Module) -> int:
     return features(module)[1]
 
 
@@ -365,13 +365,13 @@ def _hooked(model: nn.Module, watch: _Watch, found: Observation) -> Iterator[Any
     inputs: dict[tuple[int, int], list[str]] = {}
 
     def before(name: str) -> Any:
-        def hook(_: Any, args: Any) -> None:
+        def hook(_: object, args: Any) -> None:
             watch.inside += 1
 
         return hook
 
     def after(name: str) -> Any:
-        def hook(_: Any, args: Any, out: Tensor) -> None:
+        def hook(_: object, args: Any, out: Tensor) -> None:
             watch.inside -= 1
             if torch.is_grad_enabled():
                 watch.differentiated.append(name)

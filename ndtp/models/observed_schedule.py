@@ -37,7 +37,7 @@ def _is_bare(layers: Sequence[nn.Module]) -> bool:
     return not any(has_hooks(each) or "forward" in each.__dict__ for each in layers) and has_own_weights(layers)
 
 
-def _call_of(members: tuple[ObservedLinear, ...], x: Tensor, compute: Any, **options: Any) -> NotedCall:
+def _call_of(members: tuple[ObservedLinear, ...], x: Tensor, compute: object, **options: object) -> NotedCall:
     first = members[0]
     rows, features = first.axes_in
     shard, lies = as_rows(x, rows, features, first.width, first.context, first.name, bool(rows or first.rows_out))
@@ -74,7 +74,7 @@ class ObservedMLP:
     def forget(self) -> None:
         self.call = None
 
-    def _led_back(self, x: Any) -> Any:
+    def _led_back(self, x: Tensor) -> Any:
         if not isinstance(x, Noted) or x.call.members != self.ups or not x.is_open:
             return None
         call, down, ups = x.call, self.down, self.ups

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -103,7 +103,7 @@ def _is_by_heads(child: nn.Module, shape: tuple[int, ...]) -> bool:
 
 
 def reason_against(
-    role: AttentionRole, module: nn.Module, skipped: Any, hidden: int, width: int, splits: int
+    role: AttentionRole, module: nn.Module, skipped: Callable[[str], bool], hidden: int, width: int, splits: int
 ) -> str | None:
     """Return the reason why the parts of attention besides its projections cannot be split, if there is one.
 
@@ -192,7 +192,9 @@ class HeadNorm(SplitNorm):
         return of_shard(self.core, y, plan.layout, tuple(x.shape), self.name)
 
 
-def place_beside(split: Placing, role: AttentionRole, core: Core, skipped: Any) -> Iterator[tuple[str, HeadNorm]]:
+def place_beside(
+    split: Placing, role: AttentionRole, core: Core, skipped: Callable[[str], bool]
+) -> Iterator[tuple[str, HeadNorm]]:
     """Put what an attention module has beside its projections on the grid; its norms are returned."""
     module, inner = split.model.get_submodule(role.name), core.inner
     mesh, sums = split.mesh, (*split.frame.outside.dims[0], *core.sums)

@@ -66,7 +66,7 @@ class MLPSchedule:
     def forget(self) -> None:
         self.call = None
 
-    def _led_back(self, x: Any) -> Hidden | None:
+    def _led_back(self, x: object) -> Hidden | None:
         """Return the last projection's result as part of the one program; None where it takes its inputs by itself."""
         if not isinstance(x, Pending) or x.call.members != self.ups or not x.is_open:
             return None
@@ -166,7 +166,7 @@ def activation_of(x: Pending | Noted) -> tuple[str, list[tuple[int, int | None]]
 
 def _leaves(x: Pending | Noted) -> list[tuple[int, int | None]]:
     found: list[tuple[int, int | None]] = []
-    waiting: list[Any] = [x]
+    waiting = [x]
     while waiting:
         each = waiting.pop(0)
         if each.leaf is not None and each.leaf not in found:

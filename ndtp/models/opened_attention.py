@@ -117,7 +117,7 @@ def _batches_of_one(query: Tensor, key: Tensor, value: Tensor, dim: int) -> list
     return [made[id(x)] for x in (query, key, value)]
 
 
-def can_open(module: Any) -> bool:
+def can_open(module: nn.Module) -> bool:
     """Return whether a module is torch's attention as it is, with parameters as they are."""
     if not isinstance(module, nn.MultiheadAttention) or type(module).forward is not nn.MultiheadAttention.forward:
         return False

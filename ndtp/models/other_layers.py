@@ -84,7 +84,7 @@ def _table(split: Placing, name: str, module: nn.Embedding, parent: Any) -> None
     split.positions.append(split.place_table(module, name, lookup, module.num_embeddings, same_for_all))
 
 
-def reads(module: Any, *names: str) -> bool:
+def reads(module: object, *names: str) -> bool:
     """Return whether the code of a module's forward, with methods of its own, reads the numbers of an attribute."""
     kind, waiting, seen = type(module), ["forward"], set()
     while waiting:

@@ -259,7 +259,7 @@ def parallelize(
     return rechecked(model, recheck)
 
 
-def _said(scheme: str, options: Mapping[str, Any]) -> str:
+def _said(scheme: str, options: Mapping[str, object]) -> str:
     """Return how a model is split, for a comparison of ranks: each option that is not what it is by default."""
     usual = signature(parallelize).parameters
     return ", ".join([scheme, *(f"{key}={value}" for key, value in options.items() if value != usual[key].default)])

@@ -37,7 +37,7 @@ class PartSettings:
         own = {k: self._form(x) for k, x in vars(module).items() if k not in OF_EVERY_MODULE and k not in place}
         return own | {k: self._form(x) for k, x in module._buffers.items() if x is not None}
 
-    def _form(self, x: Any, depth: int = DEEPEST) -> Any:
+    def _form(self, x: object, depth: int = DEEPEST) -> object:
         if type(x) in PLAIN or isinstance(x, type):
             return type(x).__name__, repr(x) if isinstance(x, (slice, float)) else x  # NaN is itself, -0.0 is not 0.0
         if id(x) not in self._known:

@@ -175,7 +175,7 @@ class PlainGradients:
         zero.ndtp_is_nothing = True
         return zero
 
-    def _taken_up(self, parameter: Any) -> Any:
+    def _taken_up(self, parameter: Tensor) -> Any:
         """Return what layers gave of a parameter in this backward; None where they gave nothing."""
         task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
         of_task = self._summed.get(task, {})
@@ -312,7 +312,7 @@ def _makes_weight(model: nn.Module, name: str) -> bool:
     """Return whether a layer on the grid, which sums gradients, computes its weight from this parameter."""
     path, _, key = name.rpartition(".")
     layer, is_parametrized, of = f".{path}".rpartition(".parametrizations.")
-    owner: Any = model.get_submodule(layer.removeprefix(".") if is_parametrized else path)
+    owner: object = model.get_submodule(layer.removeprefix(".") if is_parametrized else path)
     weight = of if is_parametrized else key.rpartition("_")[0]
     return isinstance(owner, Sharded) and weight in (vars(owner).get("lies") or ())
 

@@ -153,7 +153,7 @@ class Projection(Adopted):
         if self.stored == self.plan.b and self.order is None:
             return weight, bias
         mesh, dim = self.mesh, 1 if self.is_conv else 0
-        order: Any = slice(None) if self.order is None else constant_on(self.order, weight.device)
+        order = slice(None) if self.order is None else constant_on(self.order, weight.device)
         shard = local_shard(weight)
         shard = shard.index_select(dim, order) if isinstance(order, Tensor) else shard
         shard = relayout(shard, self.stored, self.plan.b, mesh, f"{self.name}.weight", kind="weights")

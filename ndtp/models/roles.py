@@ -91,7 +91,7 @@ def is_of_own_class(p: nn.Parameter) -> bool:
     return is_plain(p) and (type(p) not in (nn.Parameter, FakeTensor) or not is_number)
 
 
-def is_linear(module: Any, casts: bool = False) -> bool:
+def is_linear(module: object, casts: bool = False) -> bool:
     """An `nn.Linear`, also of a class that computes the same, or transformers' Conv1D, with its weight as [in, out].
 
     Torch's own subclasses are none, whose weights are read past them, but for one whose `is_called` says otherwise.
@@ -111,7 +111,7 @@ def is_linear(module: Any, casts: bool = False) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
-def is_wrapper(module: Any) -> bool:
+def is_wrapper(module: object) -> bool:
     """Return whether a module adds low-rank adapters to a layer, in peft's form."""
     own = module._modules if isinstance(module, nn.Module) else {}
     return "base_layer" in own and isinstance(own.get("lora_A"), nn.ModuleDict) and isinstance(
@@ -133,13 +133,13 @@ def features(module: Any) -> tuple[int, int]:
     return (first, second) if not isinstance(module, nn.Linear) else (second, first)
 
 
-def hidden_size(model: Any) -> int:
+def hidden_size(model: object) -> int:
     """Features of a model's hidden states, by its config.
 
     Raises:
         LayoutError: it does not tell.
     """
-    config: Any = getattr(model, "config", None)
+    config: object = getattr(model, "config", None)
     try:
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
     except ValueError as error:  # it has several
@@ -152,7 +152,7 @@ def hidden_size(model: Any) -> int:
     raise LayoutError("parallelize: the model's config tells no size of its hidden states")
 
 
-def names_hidden_size(model: Any) -> bool:
+def names_hidden_size(model: object) -> bool:
     """Return whether a model's config tells the features of its hidden states."""
     try:
         return hidden_size(model) > 0
@@ -246,7 +246,7 @@ def _path(kind: type) -> str:
     return f"{kind.__module__.rpartition('.')[2].removeprefix('modeling_')}.{kind.__name__}"
 
 
-def vocabulary_of(model: Any, which: str) -> Any:
+def vocabulary_of(model: object, which: str) -> Any:
     """Return the layer that `get_input_embeddings` or `get_output_embeddings` gives; None where that is none."""
     try:
         found = getattr(model, which)() if hasattr(model, which) else None
@@ -255,7 +255,9 @@ def vocabulary_of(model: Any, which: str) -> Any:
     return found if isinstance(found, nn.Module) else None  # Perceiver's is a parameter
 
 
-def around_layers(model: Any, modules: dict[str, nn.Module], hidden: int, casts: bool = False) -> tuple[int, set[str]]:
+def around_layers(
+    model: object, modules: dict[str, nn.Module], hidden: int, casts: bool = False
+) -> tuple[int, set[str]]:
     """Features of an embedding that are not those of hidden states, and the Linears that lead there and back.
 
     They stand beside the layers, not in one; (hidden, none) where there are no such Linears.
@@ -322,15 +324,15 @@ class NormRole:
 
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_KNOWN_NORMS: dict[Any, NormRole | str] = {}  # by all that a norm without buffers and hooks computes with
+_KNOWN_NORMS: dict[object, NormRole | str] = {}  # by all that a norm without buffers and hooks computes with
 
 
 def norm_role(module: nn.Module, hidden: int) -> NormRole | str | None:
     """Return the norm over hidden states that a module is, found by a trial, or the reason why it is none."""
     if "norm" not in type(module).__name__.lower() or list(module.children()):
         return None
-    weight: Any = getattr(module, "weight", None)
-    shape: Any = getattr(module, "normalized_shape", None) or (None if weight is None else tuple(weight.shape))
+    weight = getattr(module, "weight", None)
+    shape = getattr(module, "normalized_shape", None) or (None if weight is None else tuple(weight.shape))
     if shape is None or tuple(shape) != (hidden,):
         return None
     if set(module._parameters) - {"weight", "bias"}:

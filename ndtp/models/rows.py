@@ -48,7 +48,7 @@ def are_all(ids: Tensor, passage: Passage) -> bool:
         return ids.shape == passage.lead and torch.equal(ids.flatten(), torch.arange(ids.numel(), device="cpu"))
 
 
-def is_view(key: Any) -> bool:
+def is_view(key: object) -> bool:
     """Return whether torch's `x[key]` is a view: a key of numbers and slices alone."""
     keys = key if isinstance(key, tuple) else (key,)
     return all(

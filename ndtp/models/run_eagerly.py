@@ -41,7 +41,7 @@ def run_eagerly(model: nn.Module) -> None:
 
 
 @cache
-def _eager(theirs: Any, forward_of_theirs: Any) -> Any:
+def _eager(theirs: Any, forward_of_theirs: object) -> Any:
     """The class of the modules of a class whose forward compilers leave alone, made once for each forward."""
     forward = torch.compiler.disable(forward_of_theirs, reason=WHY_EAGER)
     named = {"__module__": theirs.__module__, "__qualname__": theirs.__qualname__}
@@ -54,7 +54,7 @@ def compiled_parts_run_eagerly(model: nn.Module) -> None:
         return
     for module in model.modules():
         module._compiled_call_impl = None
-        compiled: Any = getattr(vars(module).get("forward"), "_torchdynamo_orig_callable", None)
+        compiled = getattr(vars(module).get("forward"), "_torchdynamo_orig_callable", None)
         if compiled is not None and getattr(compiled, "__func__", None) is type(module).forward:
             del module.forward  # module.forward = torch.compile(module.forward)
         if isinstance(module, torch._dynamo.eval_frame.OptimizedModule):
@@ -62,6 +62,6 @@ def compiled_parts_run_eagerly(model: nn.Module) -> None:
             module._initialize()
 
 
-def _as_it_is(function: Any) -> Any:
+def _as_it_is(function: object) -> object:
     """The compiler in the place of torch's own."""
     return function

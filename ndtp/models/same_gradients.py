@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 _grad: Any = attrgetter("grad")
-_held: Any = vars(torch._C.TensorBase)["grad"].__get__  # as it is, a bare DTensor too
+_held = vars(torch._C.TensorBase)["grad"].__get__  # as it is, a bare DTensor too
 _LOOKED_AT = 16  # numbers of a gradient
 _CODES = {torch.float32: "f", torch.float64: "d"}  # of `struct`
 Numbers = list[float] | Tensor | tuple[bytes, str]
@@ -90,14 +90,14 @@ def _changes(before: Sequence[Any], now: Sequence[Any], first: Sequence[int], th
             yield i, then[i] - first[i]
 
 
-def _can_tell(grad: Any) -> bool:
+def _can_tell(grad: Tensor | None) -> bool:
     """Return whether this rank has some numbers of a gradient."""
     if grad is None or grad.layout is not torch.strided or grad.is_complex():
         return False
     return getattr(grad, "_local_tensor", grad).numel() > 1  # type: ignore[no-any-return]
 
 
-def _numbers(grad: Any) -> Numbers:
+def _numbers(grad: object) -> Numbers:
     """The first numbers of a gradient on this rank: their bytes, which takes no operation of torch, where that can be;
     of an accelerator's without waiting for it.
     """

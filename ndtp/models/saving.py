@@ -43,13 +43,13 @@ class SavedWhole:
         with _prompts_known(self):
             return crew.alone(save, f"save_pretrained: {save_directory} is not complete")
 
-    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: object, **kwargs: object) -> object:
         """Give the table of tokens as it is; its size is settled where a model is split.
 
         Raises:
             LayoutError: another number of tokens than the model has.
         """
-        embeddings: Any = self.get_input_embeddings()  # type: ignore[attr-defined]
+        embeddings = self.get_input_embeddings()  # type: ignore[attr-defined]
         count = getattr(embeddings, "num_embeddings", None)
         if new_num_tokens is not None and (new_num_tokens != count or args or kwargs.get("pad_to_multiple_of")):
             raise LayoutError(

@@ -58,7 +58,7 @@ def _text_of(seen: Observation | None) -> str:
 
 
 def _made_of(text: str) -> Observation:
-    told: dict[str, Any] = json.loads(text)
+    told = json.loads(text)
     return Observation(
         edges={name: (a, b) for name, (a, b) in told["edges"].items()},
         groups=told["groups"],
@@ -111,7 +111,7 @@ def like_siblings(seen: Observation, model: nn.Module) -> Observation:
 
 def _unseen(seen: Observation, name: str, container: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield the names of children of which no layer was seen, each with that of one that is built alike and was."""
-    known: dict[Any, str] = {}
+    known: dict[object, str] = {}
     unknown = []
     for key, child in container.named_children():
         own, layers = (
@@ -126,7 +126,7 @@ def _unseen(seen: Observation, name: str, container: nn.Module) -> Iterator[tupl
     yield from ((own, known[built]) for own, built in unknown if built in known)
 
 
-def _shapes(module: nn.Module) -> tuple[Any, ...]:
+def _shapes(module: nn.Module) -> tuple[object, ...]:
     return tuple((name, p.shape) for name, p in module.named_parameters())
 
 
@@ -151,7 +151,7 @@ def _with_copies(seen: Observation, begins: str, alike: Mapping[str, Sequence[st
     def flat(names: Iterable[str]) -> list[str]:
         return [each for name in names for (each,) in copies([name])]
 
-    def of_each(facts: Mapping[str, Any]) -> dict[str, Any]:
+    def of_each(facts: Mapping[str, object]) -> dict[str, Any]:
         return {each: fact for name, fact in facts.items() for each in flat([name])}
 
     chains = ((names, found) for names, last in seen.chains for found in copies([*names, last]))

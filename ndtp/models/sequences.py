@@ -38,7 +38,7 @@ def joined(
     Args:
         bring: what of a tensor belongs to the shard that lies as a passage says.
     """
-    passages: list[Any] = [getattr(x, "passage", None) for x in parts]
+    passages = [getattr(x, "passage", None) for x in parts]
     target: Passage = max(filter(None, passages), key=lambda each: each.frame.splits(each.layout))
     frame = target.frame
     is_sequence = dim in (1, -2) and all(x.dim() == 3 for x in parts)

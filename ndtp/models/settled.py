@@ -88,7 +88,7 @@ def uses_of(module: Any, names: Sequence[str], found: Sequence[Any]) -> list[Use
     """Return the uses of a layer's parameters, where it was found to compute with its own ones; else None."""
     uses: list[Use] = []
     for name, parameter in zip(names, found, strict=True):
-        own: Any = module._parameters.get(name)
+        own: object = module._parameters.get(name)
         if parameter is not own or (own is not None and name not in module.lies):
             return None
         uses.append(Use(module, name, own))

@@ -50,11 +50,11 @@ def take_place(param: Any, lies: Lies, mesh: ProcessGrid, name: str) -> None:
         param.ndtp_layout, param.ndtp_real = lies.layout, torch.Size(lies.dense)
 
 
-def _placed(lies: Lies, mesh: ProcessGrid) -> tuple[Any, ...]:
+def _placed(lies: Lies, mesh: ProcessGrid) -> tuple[object, ...]:
     return tuple(lies.layout.placements_on(mesh.mesh_axes))
 
 
-def _how(param: Any) -> tuple[Any, ...]:
+def _how(param: Any) -> tuple[object, ...]:
     """The placements of a parameter on the grid, and its shape with padding."""
     return (*param.placements, tuple(stored_shape(param)))
 

@@ -69,7 +69,7 @@ class _Kept:
             with suppress(Exception):  # of a class of somebody else's that forbids it: all others go back
                 undo()
 
-    def look_at(self, value: Any) -> None:
+    def look_at(self, value: object) -> None:
         """Keep the state that a value has, or that its code names."""
         waiting = [value]
         while waiting:
@@ -110,13 +110,13 @@ class _Kept:
             return [kind, *(own or {}).values()]
         return []
 
-    def _is_own(self, value: Any) -> bool:
+    def _is_own(self, value: object) -> bool:
         """Return whether a function, a class or an object is of the packages that define the model, or of a script."""
         owner = value if issubclass(type(value), (type, types.FunctionType)) else type(value)
         package = str(getattr(owner, "__module__", "")).partition(".")[0]
         return package in self.packages or (package not in _FOREIGN and _is_of_a_script(package))
 
-    def _function(self, function: types.FunctionType) -> list[Any]:
+    def _function(self, function: types.FunctionType) -> list[object]:
         found: list[Any] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         self.namespace(vars(function))
         for cell in function.__closure__ or ():
@@ -164,7 +164,7 @@ class _Kept:
 
         self._undo.append(undo)
 
-    def _container(self, value: Any) -> list[Any]:
+    def _container(self, value: Any) -> list[object]:
         if len(value) > _MOST:
             return []
         held = lambda: [*value, *(value.values() if isinstance(value, dict) else ())]  # noqa: E731
@@ -192,7 +192,7 @@ class _Kept:
         self._undo.append(undo)
 
 
-def _attributes_of(value: Any) -> dict[str, Any] | None:
+def _attributes_of(value: object) -> dict[str, object] | None:
     """Return the attributes of an object, if it has a dict of them."""
     try:
         own = object.__getattribute__(value, "__dict__")
@@ -217,6 +217,6 @@ def _state_of(generator: Any) -> Callable[[], None]:
     return partial(generator.set_state, generator.get_state())
 
 
-def _is_state(value: Any) -> bool:
+def _is_state(value: object) -> bool:
     kind = type(value)
     return value is _GONE or kind in _NUMBERS or kind in _CONTAINERS or issubclass(kind, Tensor)

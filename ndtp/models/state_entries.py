@@ -56,7 +56,7 @@ class Entry(NamedTuple):
 
 def mesh_of_model(model: nn.Module) -> ProcessGrid | None:
     """The grid that a model is on; None for one that is on none."""
-    report: Any = vars(model).get("ndtp_report")
+    report = vars(model).get("ndtp_report")
     if report is not None and report.mesh is not None:
         return report.mesh
     for module in model.modules():

@@ -28,12 +28,12 @@ def setting_against(name: str, table: Any, is_shared: bool) -> str | None:
     return f"it has {odd[0]}={getattr(table, odd[0])}" if odd else None
 
 
-def odd_settings(table: Any) -> list[str]:
+def odd_settings(table: object) -> list[str]:
     """Return the settings of an embedding by which a look-up changes rows, or its gradient is of another kind."""
     return [key for key in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(table, key, None)]
 
 
-def refuse_own_rows(name: str, table: Any, axes: Sequence[str]) -> None:
+def refuse_own_rows(name: str, table: object, axes: Sequence[str]) -> None:
     """Refuse a setting that goes by all rows of a batch, of which each rank along `axes` has its own.
 
     Raises:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from torch import nn
 
@@ -34,8 +33,8 @@ def tokens_beyond(model: nn.Module, attention: Sequence[tuple[nn.Module, int]], 
 def _numbers(module: nn.Module) -> Iterator[int]:
     """Yield the integers that the code of a module's forward has in it, or reads of the module and its config."""
     own, config = vars(module), vars(module).get("config")
-    waiting: list[Any] = [inspect.getattr_static(type(module), "forward", None)]
-    seen: set[Any] = set()
+    waiting = [inspect.getattr_static(type(module), "forward", None)]
+    seen = set()
     while waiting:
         method = function_below(waiting.pop())
         if method is None or method in seen or str(method.__module__).startswith("torch."):

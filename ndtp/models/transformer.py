@@ -335,5 +335,5 @@ def _projects(role: AttentionRole) -> Callable[[str], bool]:
     return lambda name: name in projections or name.startswith(around)
 
 
-def _sizes(grid: Grid, axes: Any) -> str:
+def _sizes(grid: Grid, axes: tuple[str, ...]) -> str:
     return " ".join(f"{axis}={grid[axis]}" for axis in axes) or "no axes"

@@ -26,7 +26,7 @@ def text_config(config: Any) -> Any:
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
-def named_positions(config: Any) -> tuple[str, int] | None:
+def named_positions(config: object) -> tuple[str, int] | None:
     """Return the config's field for the length of a sequence, and its value; None where it names none."""
     for name in LENGTHS:
         value = getattr(text_config(config), name, None)
@@ -35,7 +35,7 @@ def named_positions(config: Any) -> tuple[str, int] | None:
     return None
 
 
-def sees_later_tokens(kind: type, config: Any) -> bool | None:
+def sees_later_tokens(kind: type, config: object) -> bool | None:
     """Whether logits of a token depend on tokens behind it; None where it cannot be tried."""
     model = _small_copy(kind, config)
     if model is None:
@@ -51,7 +51,7 @@ def sees_later_tokens(kind: type, config: Any) -> bool | None:
     return bool(apart[0, :-1].max() > ROUNDING * max(apart.max(), logits.abs().max()))
 
 
-def most_tokens(kind: type, config: Any, needed: int) -> int | None:
+def most_tokens(kind: type, config: object, needed: int) -> int | None:
     """The longest sequence that a model takes; None where it takes any, or far more than needed, or cannot be tried.
 
     Tables of positions have an end; rotary and relative positions have not.  How much of a table is used (RoBERTa

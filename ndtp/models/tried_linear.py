@@ -76,18 +76,18 @@ def _tried(module: nn.Linear) -> tuple[bool, bool]:
     return found[key]
 
 
-def _has_own_attributes(*namespaces: Mapping[str, Any]) -> bool:
+def _has_own_attributes(*namespaces: Mapping[str, object]) -> bool:
     """Return whether what the code names may be something else than of torch: of a layer, or of its classes."""
     own = {*namespaces[0], *(name for names in namespaces[1:] for name in names if name != "forward")}
     return not own.isdisjoint(_NAMES | _CASTS)
 
 
-def _has_code_of_a_module(kind: Any) -> bool:
+def _has_code_of_a_module(kind: object) -> bool:
     """Return whether torch's own code calls a layer of a class and finds its parameters."""
     return all(getattr(kind, x) is getattr(nn.Module, x) for x in ("__call__", "__getattr__", "__getattribute__"))
 
 
-def _is_plain(forward: Any, casts: bool) -> bool:
+def _is_plain(forward: object, casts: bool) -> bool:
     """Return whether code names nothing but an input and a Linear's parameters, products of them, and dtypes."""
     if not isinstance(forward, types.FunctionType) or hasattr(forward, "__wrapped__") or forward.__kwdefaults__:
         return False
@@ -116,7 +116,7 @@ def _globals_of(code: types.CodeType) -> frozenset[str] | None:
     return frozenset(step.argval for step in steps if step.opname == "LOAD_GLOBAL")
 
 
-def _is_names(x: Any) -> bool:
+def _is_names(x: object) -> bool:
     """Return whether a constant is the names of arguments."""
     return isinstance(x, tuple) and all(name in (*_NAMES, "dtype") for name in x)
 
@@ -139,7 +139,7 @@ def _is_linear_in_trials(module: nn.Linear, is_cast: bool) -> bool:
 
 def _trials(
     module: nn.Linear, dtypes: Sequence[tuple[torch.dtype, torch.dtype]]
-) -> Iterator[tuple[Any, Tensor, list[Tensor]]]:
+) -> Iterator[tuple[object, Tensor, list[Tensor]]]:
     """Yield a layer, an input, and the layer's parameters, for dtypes of an input and of parameters."""
     generator = torch.Generator("cpu").manual_seed(0)
     inside, outside = 5, 3
@@ -150,7 +150,7 @@ def _trials(
         layer = type(module).__new__(type(module))
         nn.Module.__init__(layer)
         layer.in_features, layer.out_features = inside, outside
-        own: Any = dict(zip(("weight", "bias"), [*map(nn.Parameter, parameters), None], strict=False))
+        own = dict(zip(("weight", "bias"), [*map(nn.Parameter, parameters), None], strict=False))
         vars(layer)["_parameters"] = own
         yield layer, x, [p for p in own.values() if p is not None]
 

@@ -120,7 +120,7 @@ def reduce_on_all(mesh: ProcessGrid, conversation: Conversation) -> str:
     others = [each for each in held if id(each.leaf) not in names]  # of no model
     mine = {names[id(each.leaf)]: each for each in held if id(each.leaf) in names}
     forms = {name: _form_of(each) for name, each in mine.items()} | {"": [_form_of(each) for each in others]}
-    told: list[dict[str, Any]] = [json.loads(text) for text in conversation.texts(json.dumps(forms))]
+    told = [json.loads(text) for text in conversation.texts(json.dumps(forms))]
     known: dict[str, Any] = {}
     for name, form in (item for each in told for item in each.items()):
         if known.setdefault(name, form) != form:
@@ -144,7 +144,7 @@ def _sum(
     return PartialSum(leaf, 0, tensor, move)
 
 
-def _form_of(held: PartialSum) -> dict[str, Any]:
+def _form_of(held: PartialSum) -> dict[str, object]:
     steps = [[step.kind, list(step.axes), step.dim, step.source] for step in held.move.held_steps]
     return {"shape": list(held.tensor.shape), "steps": steps}
 

@@ -40,7 +40,7 @@ def read(state: dict[str, Any], prefix: str, count: int, gated: bool, unexpected
     return state
 
 
-def separate(state: dict[str, Any], prefix: str, names: tuple[str, str, str] = SEPARATE[0]) -> dict[str, Any]:
+def separate(state: dict[str, Any], prefix: str, names: tuple[str, str, str] = SEPARATE[0]) -> dict[str, object]:
     """Dense tensors in the layer's own form, expert by expert."""
     found: dict[str, Any] = {}
     for key, value in state.items():

@@ -75,7 +75,7 @@ def fused_keys(name: str | None, order: str, heads: int, kv_heads: int) -> Fused
     return None if name is None else FusedKeys(name, order, heads, kv_heads)
 
 
-def _write(fused: FusedKeys, module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+def _write(fused: FusedKeys, module: nn.Module, state: dict[str, object], prefix: str, metadata: object) -> None:
     kinds = [kind for kind in ("weight", "bias") if all(f"{prefix}{part}.{kind}" in state for part in PARTS)]
     mine = [f"{prefix}{part}.{kind}" for part in PARTS for kind in kinds]
     if not mine:
@@ -108,7 +108,7 @@ def _fused(fused: FusedKeys, layers: list[nn.Module], kind: str) -> Tensor:
 
 
 def _read(
-    fused: FusedKeys, module: Any, state: dict[str, Any], prefix: str, metadata: Any, strict: bool,
+    fused: FusedKeys, module: object, state: dict[str, object], prefix: str, metadata: object, strict: bool,
     missing: list[str], unexpected: list[str], errors: list[str],
 ) -> None:  # fmt: skip
     for kind in ("weight", "bias"):
@@ -116,7 +116,7 @@ def _read(
         value = state.pop(key, None)
         if not isinstance(value, Tensor):
             continue
-        whole: Any = value if is_plain(value) else value.full_tensor()  # type: ignore[attr-defined]
+        whole = value if is_plain(value) else value.full_tensor()  # type: ignore[attr-defined]
         try:
             parts = fused.split(whole)
         except LayoutError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import nn
 from torch.nn.modules import module as torch_module
@@ -15,7 +14,7 @@ def has_hooks(module: nn.Module) -> bool:
     """Return whether a hook runs with this module's forward or backward, global hooks of torch included."""
     # Written out: this runs for each layer of each call.
     own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    here: Any = torch_module
+    here = torch_module
     of_all = here._global_forward_hooks or here._global_forward_pre_hooks
     return bool(own or of_all or here._global_backward_hooks or here._global_backward_pre_hooks)
 
@@ -39,7 +38,7 @@ def parts_have_hooks(module: nn.Module) -> bool:
     return False
 
 
-def want_whole(hooks: Mapping[int, Any]) -> bool:
+def want_whole(hooks: Mapping[int, object]) -> bool:
     """Return whether a hook is to get the whole's sizes: all but ndtp's own that say that they take shards."""
     return any(not getattr(hook, "takes_shards", False) for hook in hooks.values())
 

@@ -73,7 +73,7 @@ def _rows(both: Any, first: int, count: int) -> Any:
     return _with_rows(both, both._local_tensor.detach()[first::count], lambda rows: rows // count)
 
 
-def _in_turns(parts: Sequence[Any]) -> Any:
+def _in_turns(parts: Sequence[Any]) -> object:
     """Raises ValueError: parts that do not lie alike, or have other shapes."""
     kinds = {"a plain tensor" if is_plain(p) else f"a DTensor {p.placements} on {p.device_mesh}" for p in parts}
     shapes = {tuple(p.shape) for p in parts}

@@ -245,6 +245,6 @@ class RMSNorm(_Norm):
         return dense.train(self.training)
 
 
-def _like(dense: nn.Module) -> dict[str, Any]:
+def _like(dense: nn.Module) -> dict[str, object]:
     first = next(dense.parameters(), None)
     return {} if first is None else {"device": first.device, "dtype": first.dtype}

@@ -89,7 +89,7 @@ def moved_in_place(computed: Any, placements: tuple[Any, ...], shape: Sequence[i
     return computed if computed.placements == placements else computed.redistribute(placements=placements)
 
 
-def _of_grid(grad: Any) -> Any:
+def _of_grid(grad: Tensor) -> object:
     """Make a gradient one of the grid, for what computed the tensor: DTensor alone lacks rules for its backward."""
     from ndtp.runtime.grid_tensor import GridTensor
 

@@ -85,7 +85,7 @@ class Sharded(nn.Module):
         self.register_parameter(name, empty_parameter(shape, layout, self.mesh, device, dtype))
 
     @property
-    def qconfig(self) -> Any:
+    def qconfig(self) -> object:
         """None is there: `torch.ao.quantization` sets it on the layers that it is to quantise.
 
         Raises:
@@ -94,7 +94,7 @@ class Sharded(nn.Module):
         raise AttributeError("qconfig")
 
     @qconfig.setter
-    def qconfig(self, _: Any) -> None:
+    def qconfig(self, _: object) -> None:
         raise LayoutError(
             f"torch.ao.quantization: '{self.name}' is split over ranks, and would stay as it is without a word\n"
             "  fix: the dense model, with the weights of state_dict(); low precision of ndtp, parallelize(recipe=)"
@@ -249,7 +249,7 @@ def volume_of(
 
 
 def shadow_of(
-    module: nn.Module, mesh: ProcessGrid, backend: str | None = None, leave: Any = None, rank: int | None = None
+    module: nn.Module, mesh: ProcessGrid, backend: str | None = None, leave: object = None, rank: int | None = None
 ) -> tuple[Any, Any]:
     """A copy of a module whose parameters are shards without memory, and the grid in the place of `mesh`, on which it
     sends nothing.
@@ -265,7 +265,7 @@ def shadow_of(
     backend = dry_backend(backend or mesh.backend)
     rank = mesh.rank if rank is None else rank
     dry = DryGrid(mesh.grid, rank, backend, mesh.wire)
-    memo: dict[int, Any] = {key: DryGrid(m.grid, rank, backend, m.wire, dry) for key, m in meshes.items()}
+    memo: dict[int, object] = {key: DryGrid(m.grid, rank, backend, m.wire, dry) for key, m in meshes.items()}
     memo[id(mesh)] = dry
     for parameter in module.parameters():
         own = local_of(parameter).detach()  # without a hook on the parameter

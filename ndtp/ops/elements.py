@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 _OF_TORCH = """
     abs acos add asin atan atan2 bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp clamp_max clamp_min cos cosh
@@ -17,7 +18,7 @@ _OF_TORCH = """
 _OF_NETWORKS = """
     celu elu gelu hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu relu6 selu silu softplus softsign
 """
-ELEMENTWISE: frozenset[Callable[..., Any]] = frozenset(
+ELEMENTWISE = frozenset(
     [getattr(torch, name) for name in _OF_TORCH.split()] + [getattr(F, name) for name in _OF_NETWORKS.split()]
 )
 
@@ -30,7 +31,7 @@ class ElementArithmetic:
     def _apply(self, function: Callable[..., Any], *args: Any) -> Any:
         raise NotImplementedError
 
-    def __add__(self, other: Any) -> Any:
+    def __add__(self, other: object) -> Any:
         return self._apply(torch.add, self, other)
 
     __radd__ = __add__
@@ -40,28 +41,28 @@ class ElementArithmetic:
 
     __rmul__ = __mul__
 
-    def __sub__(self, other: Any) -> Any:
+    def __sub__(self, other: object) -> Any:
         return self._apply(torch.sub, self, other)
 
-    def __rsub__(self, other: Any) -> Any:
+    def __rsub__(self, other: object) -> Any:
         return self._apply(torch.rsub, self, other)
 
-    def __truediv__(self, other: Any) -> Any:
+    def __truediv__(self, other: object) -> Any:
         return self._apply(torch.div, self, other)
 
-    def __rtruediv__(self, other: Any) -> Any:
+    def __rtruediv__(self, other: object) -> Any:
         return self._apply(_divide_by, self, other)
 
-    def __pow__(self, other: Any) -> Any:
+    def __pow__(self, other: object) -> Any:
         return self._apply(torch.pow, self, other)
 
     def __neg__(self) -> Any:
         return self._apply(torch.neg, self)
 
-    def __abs__(self) -> Any:
+    def __abs__(self) -> object:
         return self._apply(torch.abs, self)
 
-    def __invert__(self) -> Any:
+    def __invert__(self) -> object:
         return self._apply(torch.bitwise_not, self)
 
     def __and__(self, other: Any) -> Any:
@@ -73,13 +74,13 @@ class ElementArithmetic:
     def __lt__(self, other: Any) -> Any:
         return self._apply(torch.lt, self, other)
 
-    def __le__(self, other: Any) -> Any:
+    def __le__(self, other: object) -> object:
         return self._apply(torch.le, self, other)
 
-    def __gt__(self, other: Any) -> Any:
+    def __gt__(self, other: object) -> object:
         return self._apply(torch.gt, self, other)
 
-    def __ge__(self, other: Any) -> Any:
+    def __ge__(self, other: object) -> object:
         return self._apply(torch.ge, self, other)
 
     def __eq__(self, other: Any) -> Any:
@@ -91,5 +92,5 @@ class ElementArithmetic:
     __hash__ = object.__hash__
 
 
-def _divide_by(x: Any, number: Any) -> Any:
+def _divide_by(x: Tensor, number: Any) -> object:
     return number / x

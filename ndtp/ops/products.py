@@ -57,7 +57,7 @@ def matmul(a: Tensor, b: Tensor, plan: MatMulPlan, mesh: GridLike, bias: Tensor 
     return chain(a, (b,), (bias,), (plan,), (None,), mesh)
 
 
-def _check_operands(a: Any, b: Any, bias: Any, plan: Any, mesh: Any) -> None:
+def _check_operands(a: Tensor, b: Tensor, bias: Tensor | None, plan: MatMulPlan, mesh: GridLike) -> None:
     if not isinstance(plan, MatMulPlan) or not hasattr(mesh, "step"):
         raise TypeError(
             f"matmul: the plan is a {type(plan).__name__} and the mesh a {type(mesh).__name__}\n"
@@ -223,5 +223,5 @@ def _autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @lru_cache(maxsize=4096)
-def _placements(layout: Layout, mesh_axes: tuple[str, ...]) -> tuple[Any, ...]:
+def _placements(layout: Layout, mesh_axes: tuple[str, ...]) -> tuple[object, ...]:
     return layout.placements_on(mesh_axes)

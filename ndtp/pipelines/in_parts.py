@@ -14,7 +14,7 @@ import torch
 IN_PARTS = torch.__version__ >= "2.13"  # of versions, not of words
 
 
-def whole_backward(given: Mapping[str, Any]) -> dict[str, Any]:
+def whole_backward(given: Mapping[str, Any]) -> dict[str, object]:
     """Return what the whole backward of torch takes in the place of what its first part takes: a loss is no tuple."""
     outputs = given["stage_output"]
     return {**given, "stage_output": outputs[0] if given["output_grads"] is None else outputs}

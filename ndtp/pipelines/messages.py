@@ -55,7 +55,7 @@ def exchange(ops: Sequence[dist.P2POp]) -> None:
         work.wait()
 
 
-def _message(op: Callable[..., Any], x: Tensor, peer: int, group: ProcessGroup, label: Label) -> dist.P2POp:
+def _message(op: Callable[..., object], x: Tensor, peer: int, group: ProcessGroup, label: Label) -> dist.P2POp:
     made = dist.P2POp(op, x, peer, group)
     if backend_of(group).runs_in_host:  # NCCL sends several at once, and its watchdog ends what lasts too long
         made.op = _Named(op, label, peer)

@@ -108,9 +108,9 @@ class Pipeline(PipelinePlan):
         where = f"rank {rank} of the pipeline waited for the others"
         return Watch(lambda axes: where, Label((what,), phase, collective, (AXIS,)), self.all_ranks)
 
-    def gather(self, said: Any, what: str, phase: str = "check") -> list[Any]:
+    def gather(self, said: object, what: str, phase: str = "check") -> list[Any]:
         """Gather the values of all ranks, in the order of `all_ranks`; a collective."""
-        every: list[Any] = [None] * len(self.all_ranks)
+        every: list[object] = [None] * len(self.all_ranks)
         with self.watching(what, phase, "all_gather"):
             dist.all_gather_object(every, said, group=self.group)
         return every

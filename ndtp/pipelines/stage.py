@@ -192,7 +192,7 @@ class PipelineStage(torch_pipelining.PipelineStage):
         self.chunks = num_microbatches
         return None
 
-    def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Tensor:
+    def _warmup_forward_vote(self, *args: object, **kwargs: object) -> Tensor:
         return torch.ones(1, dtype=torch.int32)
 
     _warmup_backward_result = _warmup_forward_vote
@@ -200,7 +200,7 @@ class PipelineStage(torch_pipelining.PipelineStage):
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return []
 
-    def _validate_fwd_input(self, *args: Any) -> None:  # torch before 2.13
+    def _validate_fwd_input(self, *args: object) -> None:  # torch before 2.13
         pass
 
     _validate_fwd_outputs = _validate_fwd_input
@@ -243,7 +243,7 @@ class PipelineStage(torch_pipelining.PipelineStage):
         held = sum(map(volume_of, (*(message.box for message in messages), *([kept] if kept else []))))
         made = torch.zeros if held < volume_of(wanted) else torch.empty
         result = made(_shape(wanted), dtype=dtype, device=self.device)
-        late: list[Callable[[], Any]] = []
+        late: list[Callable[[], object]] = []
         ops = []
         for message in messages:
             room, landing = landing_in(result, message.box, wanted)
@@ -273,7 +273,7 @@ class PipelineStage(torch_pipelining.PipelineStage):
         """Return the codec by which a message goes; None: as it is, as what passes beside hidden states does."""
         return None if key[1] else self._collectives.codec(tuple(x.shape), x.dtype, PASSED[key[0]])
 
-    def _passed_on(self, outputs: Any, at: int) -> list[Tensor]:
+    def _passed_on(self, outputs: object, at: int) -> list[Tensor]:
         """Return the results of the module of stage `at` for a micro-batch.
 
         Raises:
@@ -323,7 +323,7 @@ class PipelineStage(torch_pipelining.PipelineStage):
 
     # ---------------------------------------------------------------------------- from stage to stage of the same ranks
 
-    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+    def set_local_fwd_input(self, prev_stage_outputs: object, mb_index: int) -> None:
         outputs = self._passed_on(prev_stage_outputs, self.index - 1)
         for i, plan, dtype in self._ways(self.index - 1, "forward"):
             self._arriving["forward", i, mb_index] = self._moved(plan, outputs[i], dtype, "forward", i), []
@@ -348,17 +348,17 @@ class PipelineStage(torch_pipelining.PipelineStage):
 
     # ---------------------------------------------------------------------- errors, which torch wraps in one of its own
 
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> object:
         with as_it_was():
             return super().forward_one_chunk(*args, **kwargs)
 
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> object:
         for begin in self.beginning:
             begin(self.steps)
         with as_it_was():
             return super().backward_one_chunk(*args, **kwargs)
 
-    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+    def forward_maybe_with_nosync(self, *args: object, **kwargs: object) -> object:
         made = super().forward_maybe_with_nosync(*args, **kwargs)
         return made if self.is_last else tree_map_only(Tensor, no_view, made)
 

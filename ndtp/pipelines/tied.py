@@ -128,7 +128,7 @@ def _local(weight: Any) -> Tensor:
     return weight.to_local() if hasattr(weight, "to_local") else weight  # type: ignore[no-any-return]
 
 
-def _gradient(weight: Any) -> Tensor:
+def _gradient(weight: Tensor) -> Tensor:
     """This rank's shard of it; zeros where nothing came."""
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight)

@@ -203,7 +203,7 @@ class StageModule(nn.Module):
         ids = x
         if not self.takes_ids:
             # Only their number counts; padding among them would be worth a warning to some models.
-            config: Any = self.model.config
+            config: object = self.model.config
             ids = torch.full(self.lead, int(getattr(config, "pad_token_id", None) == 0), device=x.device)
             self.traveller.hidden = enter(x.view_as(x), self._passage())
         elif tuple(x.shape) != self.lead:
@@ -258,7 +258,7 @@ class StageModule(nn.Module):
                 "pipeline: the loss of a stage that gives no logits was called with other logits than the last stage "
                 "gave\n  fix: loss_fn=stages[-1].loss, with the stages of a rank in their order"
             )
-        whole: Any = logits if last.logits is None else enter(logits.view_as(logits), last.logits)
+        whole: object = logits if last.logits is None else enter(logits.view_as(logits), last.logits)
         loss: Tensor = own.loss_function(logits=whole, labels=labels, vocab_size=own.config.vocab_size, **kwargs)
         if self.balance is None:
             return loss
@@ -295,7 +295,7 @@ class ModelStage(PipelineStage):
         """Return the traffic of a step, including the weights that two stages share."""
         return sum((weight.volume for weight in self.tied), super().volume(micro_batches))
 
-    def loss(self, logits: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
+    def loss(self, logits: Tensor, labels: Tensor, **kwargs: object) -> Tensor:
         """The dense model's own loss of a micro-batch, on every rank of the last stage: a schedule's `loss_fn`.
 
         logits   [rows / .., vocabulary / ..]  what the last stage gave

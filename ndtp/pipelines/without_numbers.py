@@ -33,5 +33,5 @@ def runnable(model: nn.Module) -> Iterator[None]:
             del each.forward
 
 
-def _given(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+def _given(hidden_states: Tensor, *_: object, **__: object) -> Tensor:
     return hidden_states.clone()

@@ -178,7 +178,7 @@ def padded(block: Block, g: Grids) -> Sizes:
     return Sizes(to(block.tokens, rows), to(block.hidden, g.x * g.z), inner, up)
 
 
-def messages(block: Block, g: Grids, regather_a: Any = 0, regather_b: Any = 0) -> Iterator[Transfer]:
+def messages(block: Block, g: Grids, regather_a: object = 0, regather_b: object = 0) -> Iterator[Transfer]:
     """Every collective of a forward and backward.  `regather_*` is 1 where backward gathers the operand again."""
     s, ranks, i, over = padded(block, g), g.ranks, g.inside(block.experts), g.over(block.experts)
     copies, data_axis = (block.experts, "dp") if block.experts else (1, g.data_axis)
@@ -229,7 +229,7 @@ def messages(block: Block, g: Grids, regather_a: Any = 0, regather_b: Any = 0) -
         yield from _returned(block, g, s)
 
 
-def all_reduced(elements: Any, ranks: Any) -> Any:
+def all_reduced(elements: Any, ranks: Any) -> object:
     """Return what a rank receives of an all-reduce: twice all parts but its own."""
     return 2 * (ranks - 1) * -(-elements // ranks)
 
@@ -281,18 +281,18 @@ def _returned(block: Block, g: Grids, s: Sizes) -> Iterator[Transfer]:
     yield Transfer("wgrad", "up dB", "all_reduce", "rows", all_reduced(router, g.ranks // i.x), "wide")
 
 
-def _of_others(elements: Any, ranks: Any) -> Any:
+def _of_others(elements: Any, ranks: Any) -> object:
     """Return what a rank receives of elements that are spread evenly over all ranks."""
     return elements // ranks * (ranks - 1)
 
 
-def volume(block: Block, g: Grids, regather_a: Any = 0, regather_b: Any = 0) -> Any:
+def volume(block: Block, g: Grids, regather_a: object = 0, regather_b: object = 0) -> Any:
     """Elements received per rank in a training step, by one of its repetitions."""
     return sum(message.elements for message in messages(block, g, regather_a, regather_b))
 
 
 def num_bytes(
-    block: Block, g: Grids, itemsize: int, regather_a: Any = 0, regather_b: Any = 0, wire: Wire | None = None
+    block: Block, g: Grids, itemsize: int, regather_a: object = 0, regather_b: object = 0, wire: Wire | None = None
 ) -> Any:
     """Return the volume of a block in bytes."""
     return sum(message.num_bytes(itemsize, wire) for message in messages(block, g, regather_a, regather_b))
@@ -373,7 +373,7 @@ def memory(
     return BlockMemory(shard * itemsize, shard * itemsize, shard * state, kept * itemsize, working * itemsize)
 
 
-def _of_routing(block: Block, g: Grids, s: Sizes, itemsize: int) -> Any:
+def _of_routing(block: Block, g: Grids, s: Sizes, itemsize: int) -> object:
     """Bytes that a layer of experts keeps of its choices: of Mixtral's router, which others differ from by little."""
     i, over, wide = g.inside(block.experts), g.over(block.experts), max(4, itemsize)
     narrow, top_k = itemsize < 4, block.top_k

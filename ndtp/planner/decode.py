@@ -175,7 +175,7 @@ def _candidates(question: DecodeQuestion) -> Iterator[tuple[str, dict[str, int]]
                 sizes = {"dp": dp, "z": z, "x": x, "y": y}
                 if any(sizes.get(axis, 1) != size for axis, size in fixed.items()):
                     continue
-                scheme: Any
+                scheme: object
                 for scheme in SCHEMES:
                     is_line = z == x == 1
                     if (scheme == "1d") != is_line or (scheme == "3d") != (z > 1 and not is_line):

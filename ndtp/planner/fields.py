@@ -49,14 +49,14 @@ def in_digits(value: float, digits: int = 3) -> str:
 class Kind:
     """A kind of value; in errors, `str` of it follows "it must be". This base class accepts any value."""
 
-    def takes(self, value: Any) -> bool:
+    def takes(self, value: object) -> bool:
         return True
 
-    def problem(self, name: str, value: Any) -> str | None:
+    def problem(self, name: str, value: object) -> str | None:
         """Return what is wrong with a value, or with a value inside of it; None if it is valid."""
         return None if self.takes(value) else f"{name}={shown(value)}; it must be {self}"
 
-    def check(self, where: str, name: str, value: Any) -> None:
+    def check(self, where: str, name: str, value: object) -> None:
         """Check a value.
 
         Raises:
@@ -74,7 +74,7 @@ class Number(Kind):
     most: float
     integer: bool = False
 
-    def takes(self, value: Any) -> bool:
+    def takes(self, value: object) -> bool:
         if isinstance(value, bool) or not isinstance(value, int if self.integer else (int, float)):
             return False
         return self.least <= value <= self.most
@@ -90,7 +90,7 @@ class Word(Kind):
 
     words: Sequence[str] = ()
 
-    def takes(self, value: Any) -> bool:
+    def takes(self, value: object) -> bool:
         return isinstance(value, str) and (not self.words or value in self.words)
 
     def __str__(self) -> str:
@@ -103,7 +103,7 @@ class Size(Kind):
 
     most: int
 
-    def takes(self, value: Any) -> bool:
+    def takes(self, value: object) -> bool:
         number = integer(value) if isinstance(value, str) else value
         return Number(1, self.most, integer=True).takes(number)
 
@@ -119,10 +119,10 @@ class Entries(Kind):
     values: Kind
     empty: bool = False
 
-    def takes(self, value: Any) -> bool:
+    def takes(self, value: object) -> bool:
         return self.problem("", value) is None
 
-    def problem(self, name: str, value: Any) -> str | None:
+    def problem(self, name: str, value: object) -> str | None:
         if not isinstance(value, Mapping) or not (value or self.empty):
             return f"{name}={shown(value)}; it must be {self}"
         for key, each in value.items():
@@ -143,12 +143,12 @@ class Either(Kind):
     value: Kind
     table: Entries
 
-    def problem(self, name: str, value: Any) -> str | None:
+    def problem(self, name: str, value: object) -> str | None:
         if isinstance(value, Mapping):
             return self.table.problem(name, value)
         return None if self.value.takes(value) else f"{name}={shown(value)}; it must be {self}"
 
-    def takes(self, value: Any) -> bool:
+    def takes(self, value: object) -> bool:
         return self.problem("", value) is None
 
     def __str__(self) -> str:
@@ -162,7 +162,7 @@ class Fields(Kind):
     fields: Mapping[str, Kind]
     required: Sequence[str] = ()
 
-    def problem(self, name: str, value: Any) -> str | None:
+    def problem(self, name: str, value: object) -> str | None:
         if not isinstance(value, Mapping):
             return f"{name}={shown(value)}; it must be a table with {', '.join(self.fields)}"
         missing = [field for field in self.required if field not in value]
@@ -181,14 +181,14 @@ class Fields(Kind):
                 return problem
         return None
 
-    def takes(self, value: Any) -> bool:
+    def takes(self, value: object) -> bool:
         return self.problem("", value) is None
 
 
 # ------------------------------------------------------------------------------------------------------------ files
 
 
-def read_parsed(what: str, path: Path, form: str, parse: Callable[[str], Any], missing: str) -> Any:
+def read_parsed(what: str, path: Path, form: str, parse: Callable[[str], object], missing: str) -> Any:
     """Return the parsed contents of a file of UTF-8 text.
 
     Args:
@@ -252,7 +252,7 @@ def unwritable(path: str, suffixes: Sequence[str] = ()) -> str | None:
     return None
 
 
-def finite(value: Any) -> Any:
+def finite(value: object) -> Any:
     """Replace NaN and infinity by null, since JSON has neither."""
     if isinstance(value, Mapping):
         return {key: finite(each) for key, each in value.items()}

@@ -94,10 +94,10 @@ class Grids:
             ]
         return cls(*np.array(sizes, dtype=np.int64).T)
 
-    def _each(self, change: Callable[[Any], Any]) -> Grids:
+    def _each(self, change: Callable[[Any], object]) -> Grids:
         return Grids(*(each if isinstance(each, int) else change(each) for each in astuple(self)))
 
-    def take(self, index: Any) -> Grids:
+    def take(self, index: object) -> Grids:
         return self._each(lambda each: each[index])
 
     def unbounded(self) -> Grids:

@@ -70,12 +70,12 @@ def read_file(path: str | Path) -> tuple[dict[str, Any], str]:
     return config, what
 
 
-def _parsed(text: str) -> Any:
+def _parsed(text: str) -> object:
     """Return what JSON says, in which transformers writes infinite numbers as `{"__float__": "Infinity"}`."""
     return json.loads(text, object_hook=lambda found: float(found["__float__"]) if [*found] == ["__float__"] else found)
 
 
-def with_layers(config: dict[str, Any], layers: int, what: str) -> dict[str, Any]:
+def with_layers(config: dict[str, Any], layers: int, what: str) -> dict[str, object]:
     """A config with so many layers in each of its stacks; what it lists for each layer is cut, or goes on as it began.
 
     Raises:
@@ -104,7 +104,7 @@ def sizes_of(
         GridError: as `read_config`.
     """
     known = families() if known is None else known
-    outer: Any = config.get("model_type")
+    outer = config.get("model_type")
     left_out: tuple[str, ...] = ()
     for name in PARTS:  # models of text and images nest the text part
         nested = config.get(name)
@@ -160,7 +160,7 @@ def _family(config: Mapping[str, Any], known: Mapping[str, Family], what: str, a
     )
 
 
-def _refuse_experts(config: Mapping[str, Any], name: str, what: str) -> None:
+def _refuse_experts(config: Mapping[str, object], name: str, what: str) -> None:
     mixtures = ", ".join(kind for kind, family in families().items() if family.mixture)
     raise GridError(
         f"{what} describes mixture-of-experts layers ({name}={shown(config[name])}) of "
@@ -169,7 +169,7 @@ def _refuse_experts(config: Mapping[str, Any], name: str, what: str) -> None:
     )
 
 
-def _stacks(config: Mapping[str, Any], family: Family, what: str) -> tuple[Stack, ...]:
+def _stacks(config: Mapping[str, object], family: Family, what: str) -> tuple[Stack, ...]:
     hidden = _find(config, HIDDEN, what)
     gated, inner = family.gated, 4 * hidden if family.fourfold else None
     ratio = config.get("mlp_ratio")  # of models of images
@@ -233,7 +233,7 @@ def _mixture(config: Mapping[str, Any], layers: int, ffn: int, what: str) -> Mix
     return Mixture(sparse, count, top_k, inner, shared, gate="shared_expert_intermediate_size" in config)
 
 
-def _has_head(config: Mapping[str, Any], family: Family, what: str) -> bool:
+def _has_head(config: Mapping[str, object], family: Family, what: str) -> bool:
     """Return whether the model has a head, as its classes say; without any, it is taken to be trained on its
     vocabulary.
     """

@@ -52,14 +52,14 @@ class Family:
     unread: Mapping[str, Any] = field(default_factory=dict)
     unread_classes: tuple[str, ...] = ()
 
-    def refuse_unread(self, config: Mapping[str, Any], what: str) -> None:
+    def refuse_unread(self, config: Mapping[str, object], what: str) -> None:
         """Refuse fields that the family does not read.
 
         Raises:
             GridError: such a field, at another value than the class's own.
         """
         for path, usual in self.unread.items():
-            value: Any = config
+            value: object = config
             for key in path.split("."):
                 value = value.get(key, usual) if isinstance(value, Mapping) else usual
             if value != usual:

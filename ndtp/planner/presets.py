@@ -73,7 +73,7 @@ FABRICS = {
 LATENCY_US, HOP_US = 15.0, 1.0  # inside of a node
 
 
-def fields_of(name: str, fabric: str) -> dict[str, Any]:
+def fields_of(name: str, fabric: str) -> dict[str, object]:
     """Return the fields of `ndtp.planner.hardware.Hardware`, links included, for a preset."""
     device = DEVICES[name]
     rates, latency, hop = FABRICS[fabric]

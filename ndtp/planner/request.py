@@ -91,7 +91,7 @@ class Request:
         return 2 * self.layers * self.itemsize * sum(block.lower_bound(self.ranks) for block in self.blocks)
 
 
-def check_arguments(sizes: Mapping[str, Any], optional: Mapping[str, Any]) -> None:
+def check_arguments(sizes: Mapping[str, object], optional: Mapping[str, Any]) -> None:
     """Check arguments of a plan.
 
     Raises:

@@ -199,7 +199,7 @@ def candidates(request: Request) -> Candidates:
     return Candidates(g, order, variant, volumes, memories, time)
 
 
-def _costs(request: Request, g: Grids, regather: Sequence[str]) -> tuple[Any, Any]:
+def _costs(request: Request, g: Grids, regather: Sequence[str]) -> tuple[object, object]:
     """Volume and memory in bytes of all layers.  Only one block at a time works on temporary operands."""
     a, b = int("a" in regather), int("b" in regather)
     parts = [block_cost.memory(bl, g, request.itemsize, request.optimizer, a, b) for bl in request.blocks]
@@ -225,7 +225,7 @@ def _with_regather(request: Request, g: Grids) -> tuple[Any, Any, Any]:
     return variant, volumes[variant, each], memories[variant, each]
 
 
-def _fastest_order(request: Request, g: Grids, variant: Any) -> tuple[Any, Time]:
+def _fastest_order(request: Request, g: Grids, variant: object) -> tuple[Any, Time]:
     """Return, for each grid, the index into ORDERS of its fastest order (-1: none is allowed), and its time."""
     work = _work(request, g, regather_a=_mask("a", variant), regather_b=_mask("b", variant))
     lies = g.bounded()
@@ -249,7 +249,7 @@ def orders_of(request: Request) -> tuple[tuple[str, ...], ...]:
     return EXPERT_ORDERS if request.has_experts else ORDERS
 
 
-def _mask(operand: str, variant: Any) -> Any:
+def _mask(operand: str, variant: Any) -> object:
     return np.array([operand in regather for regather in REGATHERS], dtype=np.int64)[variant]
 
 
@@ -299,7 +299,7 @@ def predict(request: Request, grid: Grid, expert_axis: Sequence[str] = ()) -> Ti
     return work.time(network)
 
 
-def _work(request: Request, g: Grids, **again: Any) -> BlockWork:
+def _work(request: Request, g: Grids, **again: object) -> BlockWork:
     """Return the work of a request's blocks on these grids."""
     return BlockWork.of(
         request.blocks, g, request.hardware, request.dtype, layers=request.layers, chunks=request.chunks,

@@ -128,7 +128,7 @@ def _extent(layout: Layout, dim: int, shape: Sequence[int], dtype: Any) -> tuple
     """Return the starts of the shards of all ranks in a dim, and the shards' length."""
     grid, length = layout.grid, layout.shard_shape(shape)[dim]
     rank = np.arange(grid.num_ranks).astype(dtype)
-    index: Any = np.zeros_like(rank)
+    index = np.zeros_like(rank)
     for axis in layout.dims[dim]:
         stride = grid.size(grid.names[grid.names.index(axis) + 1 :])
         index = index * grid[axis] + rank // stride % grid[axis]

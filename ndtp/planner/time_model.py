@@ -34,7 +34,7 @@ EXPERT_ORDERS = tuple(permutations(EXPERT_AXES))
 
 def strides(g: Grids, order: Sequence[str]) -> dict[str, Any]:
     """Axis -> the distance in ranks of two neighbours on it."""
-    stride: Any = np.ones_like(np.asarray(g.ranks))
+    stride = np.ones_like(np.asarray(g.ranks))
     found = {}
     for axis in reversed(order):
         found[axis] = stride
@@ -91,7 +91,7 @@ class Network:
     hardware: Hardware
     reach: dict[str, Reach]
     sizes: dict[str, Any] = field(default_factory=dict, repr=False)
-    costs: dict[tuple[str, str], tuple[Any, Any]] = field(default_factory=dict, repr=False)
+    costs: dict[tuple[str, str], tuple[object, object]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, g: Grids, order: Sequence[str], hardware: Hardware) -> Network:
@@ -101,8 +101,8 @@ class Network:
 
     def reach_of(self, axis: str) -> Reach:
         if axis not in self.reach:
-            local: Any = 1
-            nodes: Any = 1
+            local: object = 1
+            nodes: object = 1
             for each, size in self.g.splits(axis).items():
                 one, is_in = self.reach[each], np.asarray(size) > 1
                 local, nodes = local * np.where(is_in, one.local, 1), nodes * np.where(is_in, one.nodes, 1)
@@ -126,14 +126,14 @@ class Network:
         per_byte, latency = self.cost(collective, axis)
         return received * per_byte + (np.asarray(received) > 0) * latency
 
-    def occupied(self, collective: str, axis: str, received: Any) -> Any:
+    def occupied(self, collective: str, axis: str, received: object) -> Any:
         """Return the seconds until the link is free.
 
         A profile does not say which part of a latency overlaps with other bytes.
         """
         return self.seconds(collective, axis, received)
 
-    def summed(self, collective: str, axis: str, received: Any) -> float:
+    def summed(self, collective: str, axis: str, received: object) -> float:
         """Nothing: sums are a part of a profile's collectives."""
         return 0.0
 
@@ -150,7 +150,7 @@ class Network:
         return np.logical_and.reduce([self.reach[axis].nodes == 1 for axis in axes])
 
 
-def gemm_seconds(hardware: Hardware, m: Any, n: Any, k: Any, dtype: str, count: Any = 1.0) -> Any:
+def gemm_seconds(hardware: Hardware, m: Any, n: Any, k: Any, dtype: str, count: object = 1.0) -> Any:
     """Local products: the roof of their arithmetic, less where dims are short, and of the memory they touch."""
     m, n, k = _real(m), _real(n), _real(k)
     half = hardware.half(dtype)
@@ -159,7 +159,7 @@ def gemm_seconds(hardware: Hardware, m: Any, n: Any, k: Any, dtype: str, count: 
     return np.maximum(2.0 * m * n * k / rate, touched) * count + hardware.launch_us * 1e-6
 
 
-def _real(x: Any) -> Any:
+def _real(x: object) -> Any:
     """Return x as floats.
 
     Products of sizes may leave 64 bits, and times need no more precision than floats hold.
@@ -234,8 +234,8 @@ class BlockWork:
         """Forward and backward of all layers.  From the second layer on each adds what the second one adds."""
         total: Any = 0.0
         communication: Any = 0.0
-        gemm: Any = 0.0
-        elementwise: Any = 0.0
+        gemm: object = 0.0
+        elementwise: object = 0.0
         for times, products in self.segments:
             times *= self.layers
             how = network, self.chunks, self.regather, self.contention, None, self.host
@@ -265,8 +265,8 @@ def _products(
     hardware: Hardware,
     dtype: str,
     chunks: int,
-    regather_a: Any,
-    regather_b: Any,
+    regather_a: object,
+    regather_b: object,
     wire: Wire | None,
 ) -> Iterator[TimedProduct]:
     itemsize = float(SIZES[dtype])

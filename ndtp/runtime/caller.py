@@ -15,7 +15,7 @@ from ndtp.collectives.turns import TURN
 _CALLER = "ndtp_caller"  # the key of the thread in what torch keeps of it
 
 
-def caller() -> Any:
+def caller() -> object:
     """Return the turns of this thread, or the thread itself; in a backward those of the thread that asked for it.
 
     Autograd hands what torch keeps of a thread on to the threads of devices, in which it runs their nodes.

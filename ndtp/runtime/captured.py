@@ -23,7 +23,9 @@ WARM_UP = 3
 LEAST_WARM_UP = 3  # kernels are compiled and state is made in the first; the last two are compared
 
 
-def capture(step: Callable[..., Any], example: Any, *, warm_up: int = WARM_UP, eager: bool = False) -> CapturedStep:
+def capture(
+    step: Callable[..., object], example: object, *, warm_up: int = WARM_UP, eager: bool = False
+) -> CapturedStep:
     """Have a training step run as one CUDA graph: what its host part costs becomes one launch.
 
         def step(ids, labels):
@@ -142,7 +144,7 @@ class CapturedStep:
             + ">"
         )
 
-    def _take_in(self, inputs: tuple[Any, ...]) -> None:
+    def _take_in(self, inputs: tuple[object, ...]) -> None:
         leaves, structure = tree_flatten(inputs)
         if structure != self._structure:
             raise CaptureError(f"ndtp.capture: the arguments are {structure}, those of the example {self._structure}")

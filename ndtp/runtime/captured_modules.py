@@ -73,7 +73,7 @@ class HeldModules:
             "  fix: set it back before the step, or capture the step anew"
         )
 
-    def _modes_now(self) -> dict[str, Any]:
+    def _modes_now(self) -> dict[str, object]:
         kind = self.device.type
         is_cast = torch.is_autocast_enabled(kind)
         return {

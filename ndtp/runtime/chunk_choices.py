@@ -97,7 +97,7 @@ def in_words(found: Mapping[int, ChunkChoice], by_speeds: bool = False) -> str:
     return "; ".join(texts + more)
 
 
-def sorted_by_name(found: Mapping[MatMulPlan, Any]) -> list[tuple[MatMulPlan, Any]]:
+def sorted_by_name(found: Mapping[MatMulPlan, object]) -> list[tuple[MatMulPlan, Any]]:
     return sorted(found.items(), key=lambda item: item[0].name)
 
 

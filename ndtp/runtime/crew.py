@@ -62,7 +62,7 @@ class Crew:
     def is_first(self) -> bool:
         return self.rank == min(self.names)
 
-    def gather(self, x: Any) -> dict[int, Any]:
+    def gather(self, x: object) -> dict[int, Any]:
         """Gather a JSON value from every rank; a collective."""
         if self.group is None:
             said = [json.dumps(x)]

@@ -59,7 +59,7 @@ class OwnRows:
         if self.mesh.global_ranks is not None and not torch.compiler.is_compiling():  # of a dry run there are none
             AT_WORK.models.append(self)
 
-    def end(self, *_: Any) -> None:
+    def end(self, *_: object) -> None:
         if AT_WORK.models and AT_WORK.models[-1] is self:
             AT_WORK.models.pop()
         if self.called and not self.has_asked and not self._is_told:
@@ -107,20 +107,20 @@ def guard_default_group() -> None:
     replaced("torch.distributed.distributed_c10d._canonicalize_group_rank", _own_group_rank)
 
 
-def _own_default_group(given: Callable[[], Any]) -> Callable[[], Any]:
-    def _get_default_group() -> Any:
+def _own_default_group(given: Callable[[], object]) -> Callable[[], object]:
+    def _get_default_group() -> object:
         rows = _asked_for() if AT_WORK.models else None
         return given() if rows is None else rows
 
     return _get_default_group
 
 
-def _own_group_rank(given: Callable[..., Any]) -> Callable[..., Any]:
+def _own_group_rank(given: Callable[..., object]) -> Callable[..., object]:
     """A rank among those that have other rows is its place among them, by whatever argument it is given."""
 
     def _canonicalize_group_rank(
-        group: Any, global_rank: Any = None, group_rank: Any = None, *rest: Any, **ways: Any
-    ) -> Any:
+        group: object, global_rank: object = None, group_rank: object = None, *rest: object, **ways: object
+    ) -> object:
         if AT_WORK.models and group is _asked_for() and (global_rank is None) != (group_rank is None):
             return global_rank if group_rank is None else group_rank
         return given(group, global_rank, group_rank, *rest, **ways)
@@ -128,7 +128,7 @@ def _own_group_rank(given: Callable[..., Any]) -> Callable[..., Any]:
     return _canonicalize_group_rank
 
 
-def _asked_for() -> Any:
+def _asked_for() -> object:
     """The group of rows, if code of a model calls a function of `torch.distributed` without another group."""
     frame, first, is_torch_nn, functions = sys._getframe(2), None, False, list[str]()
     while frame is not None:

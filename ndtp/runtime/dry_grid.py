@@ -47,7 +47,7 @@ class _Silent:
         handle: Handle = super().launch(route, tensor, out, ahead)  # type: ignore[misc]
         return handle
 
-    def _send(self, *_: Any) -> None:
+    def _send(self, *_: object) -> None:
         return None
 
     _gather = _exchange = _swap_blocks = exchange_parts = _scatter = _sum_everywhere = _send

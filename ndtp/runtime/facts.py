@@ -141,7 +141,7 @@ def _bytes(x: Tensor) -> Any:
     return x.numpy() if x.is_contiguous() else x.contiguous().numpy()
 
 
-def leaves_of(given: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def leaves_of(given: Any, name: str = "") -> Iterator[tuple[str, object]]:
     """Yield the leaves of arguments by name: tensors, plain values, and the kinds of everything else."""
     if isinstance(given, _LEAVES):
         yield from [(name, given)] if is_strided(given) else parts_of(given, name)
@@ -156,7 +156,7 @@ def leaves_of(given: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, f"{type(given).__name__}{'' if length is None else f' of {_length(length)}'}"
 
 
-def is_strided(x: Any) -> bool:
+def is_strided(x: object) -> bool:
     """Whether a value is no tensor, or one whose numbers lie in one block of memory: not sparse, not nested."""
     return not isinstance(x, Tensor) or (x.layout is torch.strided and not x.is_nested)
 
@@ -191,7 +191,7 @@ def form_of(x: Tensor) -> str:
     return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device.type}"
 
 
-def modes(device_type: str) -> tuple[Any, ...]:
+def modes(device_type: str) -> tuple[object, ...]:
     """Modes of torch that decide what a call computes; `thread_facts` names them."""
     on_cpu = torch.is_autocast_enabled("cpu") and str(torch.get_autocast_dtype("cpu"))
     found = (
@@ -207,7 +207,7 @@ def modes(device_type: str) -> tuple[Any, ...]:
     return (*found[:3], there, *found[3:])
 
 
-def thread_facts(found: Sequence[Any], device_type: str) -> list[Fact]:
+def thread_facts(found: Sequence[object], device_type: str) -> list[Fact]:
     """`modes` by their names."""
     grad, inference, *casts, precision, deterministic = found
     devices = ("cpu", device_type)[: len(casts)]
@@ -250,7 +250,7 @@ def _state_of_torch(device_type: str) -> bytes:
 
 
 def _state_of_numpy(_: str) -> bytes:
-    state: Any = numpy.random.get_state(legacy=False)
+    state = numpy.random.get_state(legacy=False)
     own = dict(state.pop("state"))  # of the Mersenne Twister, or of another one that a program has put in its place
     return bytes(own.pop("key", b"")) + repr((own, state)).encode()
 

@@ -23,7 +23,7 @@ def refuse_joining() -> None:
         replaced("torch.distributed.device_mesh.DeviceMesh._concatenate", _naming_grids)
 
 
-def _naming_grids(joined: Callable[[list[Any]], Any]) -> Any:
+def _naming_grids(joined: Callable[[list[Any]], object]) -> object:
     def named(meshes: list[Any]) -> Any:
         grids = [mesh for mesh in meshes if hasattr(mesh, "ndtp_grid")]
         if grids:

@@ -50,7 +50,7 @@ def full_of(x: Any) -> Tensor:
     return dense_part(whole, getattr(x, "ndtp_real", whole.shape))
 
 
-def boxes_of(like: Any, local: Tensor, real: Sequence[int]) -> list[tuple[tuple[int, ...], Tensor]]:
+def boxes_of(like: object, local: Tensor, real: Sequence[int]) -> list[tuple[tuple[int, ...], Tensor]]:
     """Return the parts of the whole, without padding, that a shard has of it: where each begins, and its memory.
 
     Args:

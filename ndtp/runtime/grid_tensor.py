@@ -35,8 +35,8 @@ from ndtp.runtime.memories import given_memory, note_given
 from ndtp.runtime.reads import NamedRead
 from ndtp.runtime.waiting_calls import note_data_read
 
-CLASS: Any = vars(object)["__class__"]
-GRAD: Any = vars(torch._C.TensorBase)["grad"]
+CLASS = vars(object)["__class__"]
+GRAD = vars(torch._C.TensorBase)["grad"]
 ADD = torch.ops.aten.add.Tensor
 OF_MEMORY = {"_dtensor", "ndtp_real", "ndtp_memories"}  # not of the object that has it
 # Hooks, and what stands for one, are not copied.
@@ -139,7 +139,7 @@ class GridTensor(torch.Tensor):
         else:
             become(self, lying_as(local, self._dtensor), self.ndtp_name, self.ndtp_real)
 
-    def to_local(self, *, grad_placements: Any = None) -> Tensor:
+    def to_local(self, *, grad_placements: object = None) -> Tensor:
         """This rank's shard, with padding."""
         if sys._getframe(1).f_code.co_name == "_get_in_out_features":
             # peft asks how many features a layer takes and gives: here these are those of the whole.
@@ -151,7 +151,7 @@ class GridTensor(torch.Tensor):
             note_use(self)
         return ToLocal.apply(self, is_layers)  # type: ignore[no-any-return, no-untyped-call]
 
-    def redistribute(self, *args: Any, **kwargs: Any) -> Any:
+    def redistribute(self, *args: object, **kwargs: object) -> Any:
         note_use(self)
         wanted = kwargs.get("placements") or (args[1] if len(args) > 1 else None)
         with nullcontext() if wanted == self.placements else NamedRead(self, "redistribute", self.ndtp_name):
@@ -169,7 +169,7 @@ class GridTensor(torch.Tensor):
         """The whole, as of a dense tensor; a collective."""
         return full_of(self).tolist()
 
-    def share_memory_(self) -> Any:
+    def share_memory_(self) -> object:
         raise LayoutError(
             "ndtp: share_memory() of a model that is split over ranks would share this rank's shards alone\n"
             "  fix: share the dense model; or start a rank for each process, as ndtp.testing.run does"
@@ -178,7 +178,7 @@ class GridTensor(torch.Tensor):
     __tensor_flatten__ = DTensor.__tensor_flatten__  # to the letter, as the compiler of torch checks
 
     @staticmethod
-    def __tensor_unflatten__(inner: Any, given: Any, size: Any, stride: Any) -> Any:
+    def __tensor_unflatten__(inner: object, given: Any, size: Any, stride: Any) -> object:
         meta, real = getattr(given[0], "tensor_meta", given[1]), None  # torch 2.11 gives a spec, which holds it
         if tuple(size) != tuple(meta.shape):  # it has padding
             real, size, stride = size, meta.shape, meta.stride
@@ -199,14 +199,14 @@ class GridTensor(torch.Tensor):
 
     # What a distributed checkpoint of torch asks for; padding is in none.
 
-    def __create_chunk_list__(self) -> Any:
+    def __create_chunk_list__(self) -> object:
         if not self.is_padded:
             return DTensor.__create_chunk_list__(self)  # type: ignore[arg-type]
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         return [ChunkStorageMetadata(torch.Size(start), x.shape) for start, x in self._boxes()]
 
-    def __create_write_items__(self, fqn: str, object: Any) -> Any:
+    def __create_write_items__(self, fqn: str, object: object) -> object:
         (item,) = DTensor.__create_write_items__(self._dtensor, fqn, object)
         if not self.is_padded:
             return [item]
@@ -226,7 +226,7 @@ class GridTensor(torch.Tensor):
         """Return the parts of the whole that this rank has, without padding: where each begins, and its memory."""
         return boxes_of(self._dtensor, self._local_tensor.detach(), self.ndtp_real)
 
-    def _take_slot(self, name: str, value: Any) -> None:
+    def _take_slot(self, name: str, value: object) -> None:
         """A slot of a DTensor that `torch.utils.swap_tensors` gives; that of one of these has come with `__dict__`."""
         own = vars(self)
         if "_dtensor" in own:
@@ -238,7 +238,7 @@ class GridTensor(torch.Tensor):
             own.setdefault("ndtp_real", spec.shape)
             own.setdefault("ndtp_name", "")
 
-    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+    def full_tensor(self, *, grad_placements: object = None) -> Tensor:
         """The whole of it without padding, on every rank; a collective."""
         note_use(self)
         with NamedRead(self, "full_tensor", self.ndtp_name):
@@ -254,10 +254,10 @@ class GridTensor(torch.Tensor):
     def __format__(self, spec: str) -> str:
         return format(full_of(self), spec) if not self.dim() else super().__format__(spec)
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return repr(self._dtensor)
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __deepcopy__(self, memo: Any) -> object:
         if id(self) in memo:
             return memo[id(self)]
         made = GridTensor(copy.deepcopy(self._dtensor, memo), self.requires_grad, self.ndtp_real)
@@ -276,7 +276,7 @@ class GridTensor(torch.Tensor):
         return _rebuilt, (self._dtensor, self.requires_grad, tuple(self.ndtp_real), self.ndtp_name, own)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:  # type: ignore[override]
         made = operate(cls, PHYSICAL.get(func, func), args, kwargs or {})
         if func is ADD:
             note_mixed(args, made)
@@ -286,7 +286,7 @@ class GridTensor(torch.Tensor):
 KINDS = (GridTensor, DTensor)  # the compiler goes by the class itself, not by what a tensor says of it
 
 
-def _lies(x: Any) -> tuple[Any, ...]:
+def _lies(x: GridTensor | DTensor) -> tuple[Any, ...]:
     """Return how a tensor of a grid lies, with its padding."""
     return x.placements, x.device_mesh, x._local_tensor.shape
 
@@ -308,7 +308,7 @@ def _as_operated(find: Callable[[Any, type], Any]) -> Callable[[Any, type], Any]
 replaced("torch._library.simple_registry.GenericTorchDispatchRuleHolder.find", _as_operated)
 
 
-def _rebuilt(dtensor: Any, requires_grad: bool, real: Any, name: str, own: Any) -> Any:
+def _rebuilt(dtensor: object, requires_grad: bool, real: Any, name: str, own: object) -> Any:
     """Return the tensor that a file has of one; `weights_only=True` reads it."""
     made = GridTensor(dtensor, bool(requires_grad), torch.Size(real))
     made.ndtp_name = name
@@ -322,7 +322,7 @@ for _types in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
     in_place(f"{_types}._foreach_supported_types").append(GridTensor)
 
 
-def parameter_of(dtensor: Any) -> Any:
+def parameter_of(dtensor: Tensor) -> Any:
     """A parameter, which trains."""
     replaced("torch.utils.swap_tensors", _keeping_hooks_of_moved)
     made = GridTensor(dtensor, True)
@@ -364,7 +364,7 @@ def exchange(parameter: Any, other: Any) -> None:
         parameter._post_accumulate_grad_hooks = accumulated
 
 
-def _keeping_hooks_of_moved(swap: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+def _keeping_hooks_of_moved(swap: Callable[[Any, Any], None]) -> Callable[[object, object], None]:
     """Wrap `torch.utils.swap_tensors`, by which `model.to` moves a parameter of a grid.
 
     The parameter stays the same object, with all that code has put on it, and gets other memory.  It is the memory that
@@ -372,7 +372,7 @@ def _keeping_hooks_of_moved(swap: Callable[[Any, Any], None]) -> Callable[[Any, 
     """
 
     @wraps(swap)
-    def swapped(t1: Any, t2: Any) -> None:
+    def swapped(t1: object, t2: object) -> None:
         known = []
         for x in (t1, t2):
             if type(x) is GridTensor:
@@ -393,7 +393,7 @@ def _keeping_hooks_of_moved(swap: Callable[[Any, Any], None]) -> Callable[[Any, 
     return swapped
 
 
-def _refuse_backward(*_: Any) -> None:
+def _refuse_backward(*_: object) -> None:
     raise LayoutError(
         "parallelize: backward of what was computed before the model was split, of parameters that are on a grid now"
         "\n  fix: backward first, or compute it again; where the first call splits it, parallelize(..., example=...)"

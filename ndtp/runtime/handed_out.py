@@ -22,7 +22,7 @@ _MOVING = {nn.Parameter.__new__.__code__, nn.Module._apply.__code__}
 _MOST_FRAMES = 48  # between one of these and an operation
 
 
-def is_sum(gradient: Any) -> bool:
+def is_sum(gradient: object) -> bool:
     """Whether a compiled layer gave it, which has summed it over all ranks, see `GridTensor.to_local`."""
     return type(gradient) is DTensor or getattr(gradient, "ndtp_is_sum", False)
 
@@ -69,7 +69,7 @@ def is_moved() -> bool:
     return any(frame.f_code in _MOVING for frame in callers(_MOST_FRAMES))
 
 
-def _is_read_by_others(parameter: Any) -> bool:
+def _is_read_by_others(parameter: object) -> bool:
     """Return whether code that is called by no module with the parameter computes with one whose layer sums gradients.
 
     A hook of the layer, as of a weight norm, computes the layer's weight, whose gradient the layer sums.
@@ -77,7 +77,7 @@ def _is_read_by_others(parameter: Any) -> bool:
     own = vars(parameter)
     if own.get("ndtp_summed_over") or "ndtp_set_aside" in own:
         return False
-    calls: Any = (frame.f_locals["self"] for frame in callers(_MOST_FRAMES) if frame.f_code in _CALLS)
+    calls = (frame.f_locals["self"] for frame in callers(_MOST_FRAMES) if frame.f_code in _CALLS)
     return not any(parameter is each for module in calls for each in module._parameters.values())
 
 
@@ -91,7 +91,7 @@ def _is_put_on() -> bool:
     )
 
 
-def set_aside(parameter: Any, take: Callable[[Any], Any]) -> None:
+def set_aside(parameter: Any, take: Callable[[Any], object]) -> None:
     """Let `take` have what layers give of a parameter from now on, see `GridTensor`."""
     parameter.ndtp_set_aside = take
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 def interleave(
-    state: StepState, device_type: str, step: Callable[..., Any], parts: Sequence[tuple[Any, ...]]
-) -> list[Any]:
+    state: StepState, device_type: str, step: Callable[..., object], parts: Sequence[tuple[object, ...]]
+) -> list[object]:
     """See `ProcessGrid.interleave`.
 
     Args:
@@ -41,7 +41,7 @@ def interleave(
     state.late.enter()
     switch = _Switch(state, device_type, len(parts))
     turns = Turns(len(parts), switch)
-    results: list[Any] = [None] * len(parts)
+    results: list[object] = [None] * len(parts)
 
     def run(number: int) -> None:
         # On CUDA backward would run in a thread of autograd's own, which cannot be left.

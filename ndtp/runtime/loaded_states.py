@@ -22,11 +22,11 @@ def watch_loaded_states() -> None:
     replaced("torch.distributed._state_dict_utils._distribute_tensors", _distributing_broadcast)
 
 
-def _is_for_padded(own: Any, whole: Any) -> bool:
+def _is_for_padded(own: Any, whole: object) -> bool:
     return getattr(own, "is_padded", False) and not own.is_meta and isinstance(whole, Tensor) and whole.dim() > 0
 
 
-def _placed_as(own: Any, whole: Tensor) -> Any:
+def _placed_as(own: Any, whole: Tensor) -> object:
     """Return a whole tensor as this rank's part of one that lies as another one of the grid; one of other sizes, which
     `load_state_dict` refuses, as it is.
     """
@@ -40,7 +40,7 @@ def _distributing(given: Callable[..., None]) -> Callable[..., None]:
     """Wrap how torch cuts what every rank has read."""
 
     @wraps(given)
-    def distribute(full: dict[str, Any], states: dict[str, Any], *rest: Any, **named: Any) -> None:
+    def distribute(full: dict[str, Any], states: dict[str, object], *rest: object, **named: object) -> None:
         padded = [key for key, x in full.items() if _is_for_padded(states.get(key), x)]
         for key in padded:
             states[key] = _placed_as(states[key], full[key])
@@ -53,7 +53,7 @@ def _distributing_broadcast(given: Callable[..., None]) -> Callable[..., None]:
     """Wrap how torch cuts what one rank has read and sent (`StateDictOptions(broadcast_from_rank0=True)`)."""
 
     @wraps(given)
-    def distribute(states: dict[str, Any], keys: Sequence[str], *rest: Any, **named: Any) -> None:
+    def distribute(states: dict[str, object], keys: Sequence[str], *rest: object, **named: object) -> None:
         for key in keys:
             pair = states.get(key)
             if isinstance(pair, (tuple, list)) and len(pair) == 2 and _is_for_padded(*pair):

@@ -58,7 +58,7 @@ def memories_of(x: Any) -> Any:
     return x.ndtp_memories
 
 
-def stands_for(x: Any, parameter: Any) -> None:
+def stands_for(x: Any, parameter: Tensor) -> None:
     """Let a split tensor stand for a parameter, in whose memory it lies."""
     x.stands_for = parameter
     memories = memories_of(parameter)
@@ -85,10 +85,10 @@ def given_memory(parameter: Any, other: Tensor) -> None:
 
 
 # Dense tensors of which parameters have taken their parts, and how often they had been written to then.
-_COPIED: list[tuple[ref[Any], ref[Tensor], int]] = []
+_COPIED: list[tuple[ref[object], ref[Tensor], int]] = []
 
 
-def note_given(parameter: Any, value: Tensor, is_copied: bool) -> None:
+def note_given(parameter: Tensor, value: Tensor, is_copied: bool) -> None:
     """Note what a parameter is given by `.data =`.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any
 from ndtp.collectives.turns import TURN
 
 
-def of_turn(owner: Any) -> dict[str, Any]:
+def of_turn(owner: object) -> dict[str, Any]:
     """Return the attributes of an object that are this turn's alone: its own attributes where nothing runs in turns.
 
     For hooks of every call, which read several of them at once; see `OfTurn`.
@@ -30,7 +30,7 @@ class OfTurn:
     def __set_name__(self, kind: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+    def __get__(self, owner: object, kind: type | None = None) -> Any:
         if owner is None:
             return self
         turn = TURN.get()
@@ -41,5 +41,5 @@ class OfTurn:
             made = values[self._name] = self._default()
             return made
 
-    def __set__(self, owner: Any, value: Any) -> None:
+    def __set__(self, owner: object, value: object) -> None:
         of_turn(owner)[self._name] = value

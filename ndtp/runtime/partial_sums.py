@@ -120,7 +120,7 @@ def rounded_dtype(holder: Tensor | JointLeaves) -> torch.dtype | None:
     return leaf.dtype if sum_dtype(leaf) != leaf.dtype else None
 
 
-def _key_of(holder: Tensor | JointLeaves) -> Any:
+def _key_of(holder: Tensor | JointLeaves) -> object:
     """Return what the same parameters have in each backward."""
     return tuple(id(leaf) for _, leaf in holder.wanted()) if isinstance(holder, JointLeaves) else id(holder)
 
@@ -161,11 +161,11 @@ def _spare_hooks(leaf: Tensor) -> None:
 
     Nothing is registered for that: torch gives a DTensor that has hooks when it is moved no further ones.
     """
-    hooks: dict[int, Any] = leaf._backward_hooks or {}
+    hooks = leaf._backward_hooks or {}
     for key, hook in hooks.items():
         if not isinstance(hook, _SkipsNone):
             hooks[key] = _SkipsNone(hook)
-    after: dict[int, Any] = leaf._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
+    after = leaf._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
     for key, hook in after.items():
         if not isinstance(hook, _SkipsNoChange):
             hook = after[key] = _SkipsNoChange(hook)

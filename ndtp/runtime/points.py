@@ -89,7 +89,7 @@ class Point:
         )
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return value if isinstance(value, str) else repr(value)
 
 
@@ -125,7 +125,7 @@ def compare(mesh: Compared, conversation: Conversation, point: Point, rows_diffe
 
 def _with_apart(
     told: Sequence[Mapping[str, Any]], begins: tuple[str, ...], axes: Sequence[str]
-) -> list[Mapping[str, Any]]:
+) -> list[Mapping[str, object]]:
     """Return what ranks tell, where topics that begin so may differ along axes."""
     return [
         {
@@ -182,7 +182,7 @@ class Speaking:
     def __enter__(self) -> None:
         self.begin()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self.end()
 
     def begin(self) -> None:
@@ -342,7 +342,9 @@ def _kind(topic: str) -> str:
     return re.sub(r"'.*?'|(group|read) \d+|[\w.\[\]]+(?=: values)", "", topic).strip()
 
 
-def message(told: Sequence[Mapping[str, Any]], grid: Grid, ranks: Sequence[int], rows_differ: tuple[str, ...]) -> str:
+def message(
+    told: Sequence[Mapping[str, object]], grid: Grid, ranks: Sequence[int], rows_differ: tuple[str, ...]
+) -> str:
     found = differences(told, grid, ranks, rows_differ)
     if not found:
         return f"ranks of grid {grid} disagree at the {told[0]['what']}, on what none of them can name"

@@ -51,7 +51,7 @@ class Probe:
         grid = collectives.groups.grid
         self.axes = grid.nontrivial(grid.names)
 
-    def seconds(self, action: Callable[[], Any]) -> float:
+    def seconds(self, action: Callable[[], object]) -> float:
         """The median on this rank."""
         times, groups, device = [], self.collectives.groups, self.like.device
         for repeat in range(self.repeats + 1):
@@ -92,7 +92,7 @@ class Probe:
                 result = self.collectives.launch(route, result).wait()
         return started
 
-    def host(self, multiply: Callable[[], Any]) -> HostLane:
+    def host(self, multiply: Callable[[], object]) -> HostLane:
         """The lane of the host, by what it takes, on the slowest rank, to start a collective and a product."""
         starts, products = [], []
         for _ in range(self.repeats + 1):

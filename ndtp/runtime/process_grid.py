@@ -316,7 +316,7 @@ class ProcessGrid:
         """
         return self.step.accumulate()
 
-    def interleave(self, step: Callable[..., Any], *parts: Sequence[Any]) -> list[Any]:
+    def interleave(self, step: Callable[..., object], *parts: Sequence[object]) -> list[object]:
         """`list(map(step, *parts))`, where the parts of a batch run in turns: one computes while another communicates.
 
             def step(x, y):

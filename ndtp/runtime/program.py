@@ -183,7 +183,7 @@ class _Runner:
             for run in self._runs:
                 run(slots)
 
-    def _run_tasks(self, slots: list[Any], recorder: Any, look: Looking | None = None) -> None:
+    def _run_tasks(self, slots: list[object], recorder: Any, look: Looking | None = None) -> None:
         is_watched = recorder is not None or _profiler_enabled()
         for title, runs in self._tasks:
             if look is not None and title is not None:

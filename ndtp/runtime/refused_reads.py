@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from ndtp.errors import LayoutError
 
 
-def is_whole_tensor(x: Any) -> bool:
+def is_whole_tensor(x: object) -> bool:
     """A plain tensor that is no number."""
     return isinstance(x, Tensor) and x.dim() > 0 and not isinstance(x, DTensor)
 
@@ -35,7 +35,7 @@ def refused(what: str, split: Any, flat: Sequence[Any]) -> LayoutError:
 
 def _reader() -> tuple[str, str]:
     """Return what reads a parameter, and where: the innermost frame that is neither torch's nor ndtp's."""
-    frame: Any = sys._getframe(1)
+    frame = sys._getframe(1)
     while frame.f_back and str(frame.f_globals.get("__name__", "")).partition(".")[0] in ("torch", "ndtp"):
         frame = frame.f_back
     own = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))

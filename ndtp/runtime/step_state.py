@@ -94,7 +94,7 @@ class StepState:
         self.reduce_held: Callable[[Any], None] | None = None
         self._accumulated: set[str] = set()
 
-    def made_whole(self, result: Any, operands: Any = ()) -> Any:
+    def made_whole(self, result: Any, operands: object = ()) -> Any:
         """The result, of which `expect_backward` is told: what every rank has whole, made of a split activation.
 
         Args:
@@ -116,7 +116,7 @@ class StepState:
         found, self.loaded = self.loaded, []
         return [(name, int(seen) & (1 << 63) - 1) for name, seen in found]
 
-    def note_uses(self, names: Sequence[str], of_parameters: bool, node: Any = None) -> None:
+    def note_uses(self, names: Sequence[str], of_parameters: bool, node: object = None) -> None:
         """Note weights that are used in a graph, but for what a checkpoint computes again.
 
         Args:
@@ -168,7 +168,7 @@ class StepState:
         finally:
             self.partial_sums.depth -= 1
 
-    def reduce_gradients(self, mesh: Any) -> None:
+    def reduce_gradients(self, mesh: object) -> None:
         """See `ProcessGrid.reduce_gradients`."""
         self.late.enter()
         self._accumulated = set()

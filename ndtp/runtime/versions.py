@@ -46,7 +46,7 @@ class Versions:
                 pass
         return [version_of(x) for x in self._tensors]
 
-    def of_new(self, now: Sequence[Any]) -> list[Any]:
+    def of_new(self, now: Sequence[Any]) -> list[object]:
         """Return what `now` would be if nobody had written to the tensors since they were made."""
         each = max(len(now) // max(len(self._tensors), 1), 1)
         if each == 1:

@@ -91,7 +91,7 @@ class WeightPrefetch:
         own._known = self._known
         return own
 
-    def take(self, weight: Tensor, owner: Any, way: Way) -> Move | None:
+    def take(self, weight: Tensor, owner: object, way: Way) -> Move | None:
         """The gather of `weight` if it is under way; called once a product that gathers B, in order of execution."""
         if self._is_forward and torch._C._current_autograd_node() is not None:
             # A checkpointed forward again, in another order.
@@ -153,7 +153,7 @@ class WeightPrefetch:
         self._ahead = _Ahead(following, known, weight, version, move, region)
 
 
-def owner_of(weight: Tensor, layer: nn.Module | None) -> Any:
+def owner_of(weight: Tensor, layer: nn.Module | None) -> Tensor | nn.Module | None:
     """Return the key by which the order of weights is known: a parameter's layer, or a plain tensor itself, or None.
 
     Not a DTensor, which `nn.Module.to` swaps only if no weak reference to it is there.

@@ -22,7 +22,7 @@ _OWN = "ndtp_wide_gradient"  # the attribute of a parameter
 class WideGradient:
     """The fp32 sum of one parameter's gradients: this rank's shard, of the memory of two 16-bit ones."""
 
-    def __init__(self, parameter: Any) -> None:
+    def __init__(self, parameter: Tensor) -> None:
         self._parameter = ref(parameter)
         self._total: Tensor | None = None  # None: `.grad` has all that there is
         self._seen: Any = None  # `.grad` as the sum was rounded to it last, and its version
@@ -32,7 +32,7 @@ class WideGradient:
         setattr(parameter, _OWN, self)
 
     @torch.no_grad()
-    def _note(self, gradient: Any) -> None:
+    def _note(self, gradient: Tensor) -> None:
         """Keep what comes, before autograd adds it to `.grad`."""
         parameter: Any = self._parameter()
         grad = parameter.grad
@@ -42,7 +42,7 @@ class WideGradient:
             self._total = _local(grad).float()
         self._came = None if gradient.is_sparse else gradient.detach()
 
-    def _end(self, parameter: Any) -> None:
+    def _end(self, parameter: object) -> None:
         came, self._came = self._came, None
         if came is not None:
             self.add(_local(came))
@@ -56,7 +56,7 @@ class WideGradient:
         self._seen = parameter.grad, version_of(parameter.grad)
 
 
-def wide_gradient_of(parameter: Any) -> WideGradient | None:
+def wide_gradient_of(parameter: object) -> WideGradient | None:
     """Return the fp32 sum of a parameter's gradients, if it has one."""
     return vars(parameter).get(_OWN)  # type: ignore[no-any-return]
 

@@ -19,7 +19,7 @@ class Writes:
         self._begins = weakref.WeakKeyDictionary[Any, int]()  # of watches, by who watches
         self._places = dict[int, tuple[weakref.ref[Any], int]]()
 
-    def watch(self, watcher: Any) -> None:
+    def watch(self, watcher: object) -> None:
         if not self._begins:
             self._places.clear()
         self._begins[watcher] = self._count

@@ -102,7 +102,7 @@ class Speeds:
         """Return the seconds for which the rank sums up what has arrived."""
         return max((received * link.sum_per_byte for link in self._over(collective, axes)), default=0.0)
 
-    def overhead(self, collective: str, axes: Any) -> float:
+    def overhead(self, collective: str, axes: object) -> float:
         """Return the seconds for which the rank works to start the collective."""
         return max((link.overhead for link in self._over(collective, axes)), default=0.0)
 

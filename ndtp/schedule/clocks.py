@@ -35,11 +35,11 @@ class Links(Protocol):
     works at their sum when they have arrived; and how long it works to start them.
     """
 
-    def seconds(self, collective: str, axis: str, received: Any) -> Any: ...
+    def seconds(self, collective: str, axis: str, received: object) -> Any: ...
 
-    def occupied(self, collective: str, axis: str, received: Any) -> Any: ...
+    def occupied(self, collective: str, axis: str, received: object) -> Any: ...
 
-    def summed(self, collective: str, axis: str, received: Any) -> Any: ...
+    def summed(self, collective: str, axis: str, received: object) -> Any: ...
 
     def overhead(self, collective: str, axis: str) -> Any: ...
 
@@ -291,7 +291,7 @@ def replayed(
     if rows_first is None:
         ((rows_first, _),) = _orders(products, chunks)
     line = Timeline(links, contention, spans, host=host, issued=-ahead)
-    begun: dict[PieceKey, Any] = {}
+    begun = {}
     for phase, i, task in _tasks(products, chunks, regather, rows_first):
         product, cut = products[i], 1 if task.chunk is None else chunks
         key = (phase, i, task.tensor, task.chunk)

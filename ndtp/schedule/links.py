@@ -35,7 +35,7 @@ class SharedLink:
     now: float = 0.0
     under_way: list[_Transfer] = field(default_factory=list)
 
-    def send(self, sent: Sent, now: float, axes: Any, seconds: float, occupied: float) -> None:
+    def send(self, sent: Sent, now: float, axes: str, seconds: float, occupied: float) -> None:
         """Tell when this one, and all that are under way, begin and end if nothing else is sent.
 
         Args:
@@ -49,7 +49,7 @@ class SharedLink:
     def _serve(self, until: float) -> None:
         """Serve those that are under way until then, or until none is left; those that are done go."""
         while self.under_way and self.now < until:
-            heads: dict[Any, _Transfer] = {}
+            heads: dict[object, _Transfer] = {}
             for each in self.under_way:
                 heads.setdefault(each.axes, each)
             for each in heads.values():

@@ -52,16 +52,16 @@ def whole_in_transform(x: Any) -> Any:
 def _of_whole(enter: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wrap what takes a tensor into a level of a transform."""
 
-    def entered(x: Any, *where: Any) -> Tensor:
+    def entered(x: object, *where: object) -> Tensor:
         return enter(whole_in_transform(x), *where)
 
     return entered
 
 
-def _from_whole(derive: Callable[..., Any]) -> Callable[..., Any]:
+def _from_whole(derive: Callable[..., Any]) -> Callable[..., object]:
     """Wrap what computes gradients within a level, from those that code gives to `vjp`."""
 
-    def derived(*args: Any, **kwargs: Any) -> Any:
+    def derived(*args: Any, **kwargs: Any) -> object:
         return derive(*mapped(args, whole_in_transform, Tensor), **kwargs)
 
     return derived
@@ -92,7 +92,7 @@ class _Data:
     def __init__(self, given: Any) -> None:
         self._given = given
 
-    def __get__(self, owner: Any, kind: Any = None) -> Any:
+    def __get__(self, owner: Any, kind: object = None) -> Any:
         return self._given if owner is None else self._given.__get__(owner)
 
     def __set__(self, owner: Any, value: Any) -> None:
@@ -104,7 +104,7 @@ class _Data:
         self._given.__delete__(owner)
 
 
-def _whole_of(x: Any) -> Any:
+def _whole_of(x: object) -> object:
     """Return the whole of what is split, without a graph; anything else as it is."""
     x = x.gathered() if hasattr(x, "gathered") else x
     return x.full_tensor().detach() if isinstance(x, GridTensor) else x

@@ -68,7 +68,7 @@ def _like_whole(x: SplitTensor) -> Tensor:
     return torch.empty(x.spec.sizes, dtype=x.dtype, device=x.device)
 
 
-def _leaves(x: Any) -> list[Any]:
+def _leaves(x: object) -> list[Any]:
     return [leaf for each in x for leaf in _leaves(each)] if isinstance(x, (list, tuple)) else [x]
 
 

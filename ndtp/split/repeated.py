@@ -32,7 +32,7 @@ class Repeats:
     versions: tuple[Any, Any]
 
 
-def repeating(made: Any, x: SplitTensor) -> Any:
+def repeating(made: SplitTensor, x: SplitTensor) -> Any:
     """Note that `made`, a reshaped copy of x, has each entry of a dim several times, where x was expanded in front."""
     if x.strides is None or not isinstance(made, SplitTensor):
         return made

@@ -26,11 +26,11 @@ _TAKING_ROWS = {
     "all_gather", "all_gather_single", "all_gather_into_tensor", "gather", "all_reduce", "reduce", "reduce_scatter",
     "reduce_scatter_single", "reduce_scatter_tensor", "all_to_all", "all_to_all_single",
 }  # fmt: skip
-_TOLD: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # by grid: the collectives that were warned of
+_TOLD: WeakKeyDictionary[object, set[str]] = WeakKeyDictionary()  # by grid: the collectives that were warned of
 
 
 @contextmanager
-def given_whole(x: Any, func: Any, args: Sequence[Any] = ()) -> Iterator[None]:
+def given_whole(x: Any, func: object, args: Sequence[Any] = ()) -> Iterator[None]:
     """A context in which a function runs that got the whole of a split tensor."""
     if "_c10d_functional" in getattr(func, "_qualified_op_name", "") and name_of(func) in _TAKING_ROWS:
         _look(name_of(func), _resolve_process_group(args[-1]), *x.rows_differ)

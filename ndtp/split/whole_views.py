@@ -32,7 +32,7 @@ class WholeView(Tensor):
     link: Tie
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         if func in OWN:
             with torch._C.DisableTorchFunctionSubclass():

@@ -124,14 +124,14 @@ class RankPool:
 
     def call(
         self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        fn: Callable[..., object],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
         *,
         timeout: float | None = None,
         wait_all: bool = False,
         axes: Mapping[str, int] | None = None,
-        per_rank: Sequence[tuple[Any, ...]] | None = None,
+        per_rank: Sequence[tuple[object, ...]] | None = None,
     ) -> list[Any]:
         """`run` for functions whose keyword arguments have the names of its own."""
         __tracebackhide__ = True
@@ -216,16 +216,16 @@ class RankPool:
                 os.close(status_write)
         self._collect(_START_TIMEOUT_S, _GRACE_S, None)
 
-    def _collect(self, timeout: float, grace: float, axes: Mapping[str, int] | None) -> list[Any]:
+    def _collect(self, timeout: float, grace: float, axes: Mapping[str, int] | None) -> list[object]:
         """Wait for one final message of every rank."""
         __tracebackhide__ = True
         deadline = time.monotonic() + timeout
         waiting_until = deadline
-        results: dict[int, Any] = {}
+        results: dict[int, object] = {}
         failures: dict[int, Raised] = {}
         pending = {rank.index: rank for rank in self._ranks}
         while pending:
-            sources: list[Any] = [source for r in pending.values() for source in (r.connection, r.status_fd)]
+            sources = [source for r in pending.values() for source in (r.connection, r.status_fd)]
             ready = wait(sources, min(max(0.0, waiting_until - time.monotonic()), _LONGEST_WAIT_S))
             if not ready and time.monotonic() >= waiting_until:
                 break
@@ -263,7 +263,7 @@ class RankPool:
             printed={index: failure.printed for index, failure in failures.items() if failure.printed},
         )
 
-    def _receive(self, rank: RankProcess, results: dict[int, Any]) -> Ready | Returned | Raised | None:
+    def _receive(self, rank: RankProcess, results: dict[int, object]) -> Ready | Returned | Raised | None:
         """The rank's final message if it has arrived; passes on what it printed before."""
         while True:
             try:

@@ -41,7 +41,7 @@ def settings() -> PytestSettings | None:
     return PytestSettings(options, tuple(_ini_of(config)), frozenset(rewritten))
 
 
-def _ini_of(config: Any) -> Iterator[tuple[str, Any]]:
+def _ini_of(config: Any) -> Iterator[tuple[str, object]]:
     for name in ("python_files", "truncation_limit_lines", "truncation_limit_chars", "verbosity_assertions"):
         with contextlib.suppress(ValueError, KeyError):  # a version of pytest that has no such setting
             yield name, config.getini(name)
@@ -70,7 +70,7 @@ def _explain_comparisons(config: Any) -> None:
     """Has rewritten asserts show what differs, for as long as this process lives: pytest does for each test's time."""
     from _pytest.assertion import pytest_runtest_protocol, util
 
-    around: Any = pytest_runtest_protocol(SimpleNamespace(ihook=config.hook, config=config))  # type: ignore[arg-type]
+    around = pytest_runtest_protocol(SimpleNamespace(ihook=config.hook, config=config))  # type: ignore[arg-type]
     next(around)
     config.add_cleanup(around.close)  # and holds it until then
     util._config = None  # which `settings` would take for a session of this process

@@ -21,7 +21,6 @@ import traceback
 from collections import deque
 from multiprocessing.connection import Connection
 from types import ModuleType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,7 +54,7 @@ class _Sender:
         self._connection = connection
         self._lock = threading.Lock()
 
-    def send(self, message: Any, pickled_result: bytes = b"") -> None:
+    def send(self, message: object, pickled_result: bytes = b"") -> None:
         with self._lock:
             self._connection.send_bytes(pickle.dumps(message) + pickled_result)
 
@@ -143,7 +142,7 @@ def work(birth: Birth, connection_fd: int, zygote_pid: int) -> None:
             sender.send(Returned(dist.group.WORLD is world and not _short_of_fds()), payload)
 
 
-def _perform(call: CallMessage, stream: io.BytesIO) -> Any:
+def _perform(call: CallMessage, stream: io.BytesIO) -> object:
     if sys.path != call.sys_path:
         sys.path[:] = call.sys_path
         importlib.invalidate_caches()

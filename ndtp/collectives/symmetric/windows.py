@@ -134,8 +134,8 @@ def machine() -> str:
         return platform.node()
 
 
-def _told_all(group: ProcessGroup, mine: Any) -> list[Any]:
-    everybody: list[Any] = [None] * group.size()
+def _told_all(group: ProcessGroup, mine: str | tuple[str, int, str]) -> list[Any]:
+    everybody: list[object] = [None] * group.size()
     dist.all_gather_object(everybody, mine, group=group)
     return everybody
 

@@ -53,7 +53,7 @@ class Both:
     def __add__(self, other: Both) -> Both:
         return Both(self.forward + other.forward, self.backward + other.backward)
 
-    def times(self, count: Any) -> Both:
+    def times(self, count: object) -> Both:
         return Both(self.forward * count, self.backward * count)
 
     @property
@@ -79,7 +79,7 @@ class Compute:
     def __add__(self, other: Compute) -> Compute:
         return Compute(self.products + other.products, self.cores + other.cores, self.moved + other.moved)
 
-    def times(self, count: Any) -> Compute:
+    def times(self, count: object) -> Compute:
         return Compute(self.products.times(count), self.cores.times(count), self.moved.times(count))
 
     @property

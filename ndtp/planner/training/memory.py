@@ -107,7 +107,7 @@ def memory(model: Transformer, batch: int, practice: Practice, s: Splits, optimi
     )
 
 
-def _kept(model: Transformer, practice: Practice, s: Splits, tokens: Any, everything: bool) -> Any:
+def _kept(model: Transformer, practice: Practice, s: Splits, tokens: object, everything: bool) -> Any:
     """Elements of one micro-batch that one layer keeps; `everything` that it would keep if nothing were made again."""
     split = tokens / (s.x * s.y)
     heads, keys = model.heads * model.head, model.keys * model.head
@@ -162,7 +162,7 @@ def _whole(model: Transformer, s: Splits) -> Any:
     return found / (s.x * s.y)
 
 
-def _working(model: Transformer, s: Splits, tokens: Any) -> Any:
+def _working(model: Transformer, s: Splits, tokens: object) -> Any:
     """Elements of the largest gradients of a layer's backward: those of an MLP, and what is gathered for them."""
     wide = max((sum(block.outs) + block.inner) * block.top_k for block in model.blocks(1) if block.name != "attention")
     return tokens / (s.x * s.y) * (wide + 2 * s.y * model.hidden)

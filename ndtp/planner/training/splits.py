@@ -82,7 +82,7 @@ class Splits:
     def network(self, order: Sequence[str], hardware: Hardware) -> Network:
         return Network.of(self, order, hardware)  # type: ignore[arg-type]  # which reads sizes and `splits` alone
 
-    def take(self, index: Any) -> Splits:
+    def take(self, index: object) -> Splits:
         return Splits(*(each if isinstance(each, int) else each[index] for each in astuple(self)))
 
     def one(self, index: int) -> Splits:

@@ -290,7 +290,7 @@ class _Clock:
         one_core = Both(cores.forward / per_stage, cores.backward / per_stage)
         return self._under(one_core, wait)
 
-    def _stages(self, micros: Any) -> Any:
+    def _stages(self, micros: object) -> object:
         """Sends between stages: waited for by each micro-batch, or by the first and the last alone."""
         m, s, hardware = self.job.model, self.splits, self.job.hardware
         spread = s.x * s.y

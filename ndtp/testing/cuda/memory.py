@@ -140,7 +140,7 @@ class Blocks:
         block = self._by_storage[key] = MemoryBlock(made_by, home, capture)
         freed, known = self._freed, self._by_storage
 
-        def gone(_: Any) -> None:
+        def gone(_: object) -> None:
             if known.get(key) is block:
                 del known[key]
             freed(block)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 Members = tuple[int, ...]
 Communicator = tuple[Members, int]  # its ranks, and which of those of the same ranks
@@ -141,7 +141,7 @@ def _dispatched(
         if not in_order and draw.random() < 0.5 and _let_through(ranks, ctas, draw):
             continue
         # Each rank prefers communicators in an order of its own, and takes them one by one, or all by turns.
-        favours: list[dict[Any, float]] = [defaultdict(draw.random) for _ in ranks]
+        favours: list[dict[object, float]] = [defaultdict(draw.random) for _ in ranks]
         by_turns = draw.random() < 0.5
         moved = [_start(rank, favour, ctas, in_order, by_turns) for rank, favour in zip(ranks, favours, strict=True)]
         if not (_complete(ranks, ctas) or any(moved)):
@@ -174,7 +174,7 @@ def _let_through(ranks: Sequence[_Rank], ctas: int, draw: random.Random) -> bool
     return bool(able)
 
 
-def _start(rank: _Rank, favour: dict[Any, float], ctas: int, in_order: bool, by_turns: bool) -> bool:
+def _start(rank: _Rank, favour: dict[object, float], ctas: int, in_order: bool, by_turns: bool) -> bool:
     """Start collectives in the order in which the adversary prefers them, as far as there is room.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-ACTIVE: list[Any] = []
+ACTIVE: list[object] = []
 
 
 class CudaFault(RuntimeError):

@@ -35,7 +35,7 @@ class SymmetricHandle:
         self._machine.kernel("wait_signal", writes=[self._pads[1, src_rank, channel : channel + 1]])
 
 
-def patches(machine: Any) -> Iterator[tuple[Any, str, Any]]:
+def patches(machine: Any) -> Iterator[tuple[object, str, object]]:
     """Yield what stands in for torch's functions of symmetric memory."""
     from torch.distributed import _symmetric_memory
 

@@ -72,12 +72,12 @@ def _library() -> Any:
 class _Stream:
     """A stream, the only one, and any event of it: all work is done when a call returns."""
 
-    def synchronize(self, *_: Any) -> None:
+    def synchronize(self, *_: object) -> None:
         """Wait for nothing."""
 
     wait_stream = wait_event = record = wait = synchronize
 
-    def record_event(self, *_: Any) -> _Stream:
+    def record_event(self, *_: object) -> _Stream:
         return self
 
     def query(self) -> bool:
@@ -91,7 +91,7 @@ class _Module(ModuleType):
     Stream = Event = _Stream
 
     @staticmethod
-    def current_stream(*_: Any) -> _Stream:
+    def current_stream(*_: object) -> _Stream:
         return _Stream()
 
     default_stream = current_stream
@@ -115,17 +115,17 @@ class _Module(ModuleType):
         return False
 
     @staticmethod
-    def synchronize(*_: Any) -> None:
+    def synchronize(*_: object) -> None:
         """Wait for nothing: what is computed is computed at once."""
 
     set_device = manual_seed = manual_seed_all = _lazy_init = synchronize
 
     @staticmethod
-    def get_rng_state(*_: Any) -> torch.Tensor:
+    def get_rng_state(*_: object) -> torch.Tensor:
         return torch.get_rng_state()
 
     @staticmethod
-    def set_rng_state(state: torch.Tensor, *_: Any) -> None:
+    def set_rng_state(state: torch.Tensor, *_: object) -> None:
         torch.set_rng_state(state)
 
     @staticmethod
