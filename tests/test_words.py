@@ -25,6 +25,9 @@ REWRITTEN = (
     "ndtp.cli", "ndtp.runtime", "ndtp.split", "ndtp.models", "ndtp_kernels",
 )  # fmt: skip
 
+# Uses of the word `Any` in the code of ndtp.  They may only become fewer.
+MOST_ANY = 2642
+
 # First words that lean on a sentence that is not there: pronouns, prepositions, and clauses without a main clause.
 LEANING_WORDS = (
     "What Of How Where As Which Those These In Why By That For With Who Whose Into From At On After Over Along Until "
@@ -116,3 +119,10 @@ def test_one_name_means_one_thing():
                     places[name][module if meaning == "class" else meaning] = module
     found = {name: sorted(where.values()) for name, where in places.items() if len(where) > 1}
     assert not found, f"one name for several things, choose another: {found}"
+
+
+def test_any_is_said_less_and_less():
+    """What takes anything is an `object`; what torch hands over has names in `ndtp.compute.torch_calls`."""
+    count = sum(len(re.findall(r"\bAny\b", path.read_text())) for path in NDTP.folder.rglob("*.py"))
+    assert count <= MOST_ANY, f"{count} uses of `Any`, of which there were {MOST_ANY}: name a type"
+    assert count > MOST_ANY - 20, f"{count} uses of `Any` are left: lower MOST_ANY"
