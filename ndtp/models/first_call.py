@@ -172,7 +172,7 @@ def is_somebodys(model: nn.Module) -> bool:
     return any(type(p) is not nn.Parameter and not _is_on_grid(p) for p in model.parameters())
 
 
-def _is_on_grid(parameter: Any) -> bool:
+def _is_on_grid(parameter: nn.Parameter) -> bool:
     return not is_plain(parameter) and isinstance(parameter, nn.Parameter)
 
 

@@ -52,8 +52,8 @@ class Way:
         phase: "forward", "dgrad" or "wgrad".
         shape: of the tensor before the first step, whole: not as blocks.
         part: which chunk of how many, such as "2/4", for profiles.
-        blocks: "arrive" or "leave" if the tensor does, where its last step or first step is such; "transpose" if its columns
-            go as rows.
+        blocks: "arrive" or "leave" if the tensor does, where its last step or first step is such; "transpose" if its
+            columns go as rows.
         kind: for the wire; default: what `op` says, see `ndtp.algebra.wire.KINDS`.
 
     Attributes:

@@ -63,7 +63,7 @@ class WeightGradients(Slots):
         return product, gets["dC"], gets["A"]
 
     def _gradient(self, p: int, grad: Shape, a: Shape, blocks: int | None) -> Multiply:
-        """A product that gives dB, or rows of it; the transpose of dB is what lies in line where its columns go as rows."""
+        """A product that gives dB, or rows of it: as the view of its transpose, where its columns go as rows."""
         one, other, result = letters_of(self.stages[p].plan, "dB")
         if not self.is_transposed(p, "dB"):
             return self.gemm.bound((one, other, result), grad, a, blocks=blocks)
