@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
+from numbers import Integral
 from typing import Any, TypeVar
 
 from ndtp.compute.torch_calls import Arguments, Keywords
@@ -37,11 +38,17 @@ def ranks(num_ranks: int | None = None, /, *, timeout: float = 300.0, **axes: in
         timeout: seconds.
 
     Raises:
-        ValueError: neither or both are given, or a size is not positive.
+        ValueError: neither or both are given, or a size is no positive integer; or the decorator stands without a call.
     """
-    if (num_ranks is None) == (not axes) or min([*axes.values(), num_ranks or 1]) < 1:
+    if callable(num_ranks):
         raise ValueError(
-            f"ranks: num_ranks={num_ranks}, axes={axes}: one of them, in positive numbers\n"
+            f"ranks: @ndtp.testing.ranks stands above {getattr(num_ranks, '__name__', num_ranks)} without a number of "
+            "ranks\n  fix: @ndtp.testing.ranks(8), or @ndtp.testing.ranks(z=2, x=2, y=2)"
+        )
+    sizes = [*axes.values()] if num_ranks is None else [*axes.values(), num_ranks]
+    if (num_ranks is None) == (not axes) or not all(isinstance(each, Integral) and each > 0 for each in sizes):
+        raise ValueError(
+            f"ranks: num_ranks={num_ranks}, axes={axes}: one of them, in positive integers\n"
             "  fix: @ndtp.testing.ranks(8), or @ndtp.testing.ranks(z=2, x=2, y=2)"
         )
     count = num_ranks or prod(axes.values())

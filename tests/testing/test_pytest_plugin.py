@@ -162,11 +162,15 @@ def test_a_project_of_a_users(tmp_path, monkeypatch, capsys):
 
 
 def test_ranks_wants_one_number_or_axes():
-    for wrong in ({}, {"x": 0}):
+    for number, axes in ((None, {}), (None, {"x": 0}), (0, {}), (-1, {}), (2.5, {}), ("8", {}), (None, {"x": 1.5})):
         with pytest.raises(ValueError, match=r"fix: @ndtp.testing.ranks\(8\)"):
-            ndtp.testing.ranks(**wrong)
+            ndtp.testing.ranks(number, **axes)
     with pytest.raises(ValueError, match="one of them"):
         ndtp.testing.ranks(2, x=2)
+    with pytest.raises(ValueError, match=r"above test_block without a number of ranks\n  fix: @ndtp.testing.ranks\(8\)"):
+
+        @ndtp.testing.ranks
+        def test_block(): ...
 
 
 def test_the_workflow_in_the_docs_is_one():
