@@ -11,13 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ndtp.cli.train_data import changes
+from ndtp.checkpoints import folder as folders
+from ndtp.cli.train_data import OtherRunError, check_same
 from ndtp.cli.train_model import same_model
-from ndtp.errors import CheckpointError, GridError
+from ndtp.errors import GridError
 
 if TYPE_CHECKING:
     from ndtp.cli.job import Job
     from ndtp.planner.grid_plan import GridPlan
+
+# Options of what a run keeps from its first step to its last; where another model has a key, it is --model's.
+OPTIONS = {"seed": "--seed", "dtype": "--dtype", "layers": "--layers", "heads": "--heads"}
 
 
 def chosen_grid(
@@ -84,12 +88,26 @@ def check_begun(state: Mapping[str, Any], job: Job) -> None:
         state: the checkpoint's; those of older versions do not tell.
 
     Raises:
-        CheckpointError: it is another one; names what is other.
+        OtherRunError: it is another one; names what is other.
     """
     before, now = dict(state.get("run", {})), begun_with(job)
+    if before and ("config" in before) != ("config" in now):
+        models = ("the byte-level model", "a config of transformers")
+        was, of_now = models["config" in before], models["config" in now]
+        raise OtherRunError("--model", f"{job.output}: the run has begun with {was}, and there is {of_now} now")
+    options = OPTIONS | {"": "--width" if job.config is None else "--model"}
     now = {key: value for key, value in now.items() if key in before}
     if "config" in now:
         of_before, of_now = same_model(before["config"], now.pop("config"))
         before, now = before | of_before, now | of_now
-    if other := changes(before, now):
-        raise CheckpointError(f"{job.output}: the run has begun with {other}")
+    check_same(f"{job.output}: the run has begun with", before, now, options)
+
+
+def kept_in(checkpoint: Path) -> dict[str, Any]:
+    """Return what a run has kept beside its tensors.
+
+    Raises:
+        CheckpointError: no checkpoint, or a damaged one.
+    """
+    extra: dict[str, Any] = folders.read(folders.complete(checkpoint)).run["extra"]
+    return extra

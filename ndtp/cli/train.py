@@ -35,7 +35,14 @@ from ndtp.cli.common import (
     writing,
 )
 from ndtp.cli.progress import Runner
-from ndtp.cli.train_checks import check_files, check_sizes, keep_for_export, packed_tokens
+from ndtp.cli.train_checks import (
+    check_field,
+    check_files,
+    check_sizes,
+    keep_for_export,
+    micro_batches_of,
+    packed_tokens,
+)
 from ndtp.cli.train_log import LOG, live_table
 from ndtp.cli.train_model import config_file
 from ndtp.errors import LayoutError
@@ -152,8 +159,7 @@ def train(
         check_sizes(width, heads)
     else:
         refuse_given(given, ("layers", "width", "heads"), "with --model, which has its own")
-    if not data:
-        refuse_given(given, ("field",), "without --data")
+    check_field(given, data)
     if not grid and stages == 1 and resume == "same":
         refuse_given(given, ("scheme", "chunks"), "without --grid")
     if world_size() is not None:
@@ -172,13 +178,12 @@ def train(
             "splits rows alone", param_hint="--grid",
         )  # fmt: skip
     count = math.prod(axes.values()) * stages
-    micro_batches = micro_batches or (2 * stages if stages > 1 else 1)
-    if micro_batches > 1 and stages == 1:
-        raise typer.BadParameter("it takes --stages 2 or more", param_hint="--micro-batches")
-    if batch % micro_batches:
-        raise typer.BadParameter(f"{micro_batches} do not divide a batch of {batch}", param_hint="--micro-batches")
     if model is None and layers < stages:
-        raise typer.BadParameter(f"{layers} layers make no {stages} stages", param_hint="--stages")
+        raise typer.BadParameter(
+            f"{layers} layers make no {stages} stages; fix: --layers {stages} or more, or --stages {layers} at most",
+            param_hint="--stages",
+        )
+    micro_batches = micro_batches_of(micro_batches, stages, batch)
     if ranks not in (None, count) or world_size() not in (None, count):
         where = f"torchrun started {world_size()}" if world_size() else f"--ranks is {ranks}"
         what = f"{stages} stages of {grid or 'x=1'}" if stages > 1 else grid or "dense"
@@ -235,8 +240,9 @@ def train(
                 raise typer.Exit(1) from None
     done = by_rank[0]
     if done.error:
-        fix = "the sizes, seed and data that the run in this folder began with, and its files; or another --output"
-        raise typer.BadParameter(f"{done.error}; fix: {fix}", param_hint="--output")
+        what = "sizes, seed and data" if done.option == "--output" else done.option
+        fix = f"the {what} that the run in this folder began with, or another --output"
+        raise typer.BadParameter(f"{done.error}; fix: {fix}", param_hint=done.option)
     if is_first_rank():
         keep_for_export(model, tokenizer, output)  # of a run that goes on: what it has is not another model's
     _finish(out, job, name, done, compare or [])

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import typer
 
-from ndtp.cli.common import is_first_rank, writing
+from ndtp.algebra.grid import divisors
+from ndtp.cli.common import is_first_rank, refuse_given, writing
 from ndtp.cli.compressed import compressed_by
 from ndtp.cli.train_log import LOG
 from ndtp.planner.fields import reason, unwritable
@@ -32,6 +35,49 @@ def check_sizes(width: int, heads: int) -> None:
         )
 
 
+def micro_batches_of(asked: int, stages: int, batch: int) -> int:
+    """Return into how many micro-batches a batch is cut.
+
+    Args:
+        asked: by --micro-batches; 0: two a stage.
+
+    Raises:
+        typer.BadParameter: they do not divide the batch, or there is one stage.
+    """
+    count = asked or (2 * stages if stages > 1 else 1)
+    if count > 1 and stages == 1:
+        raise typer.BadParameter("it takes --stages 2 or more", param_hint="--micro-batches")
+    if batch % count == 0:
+        return count
+    some = divisors(batch)
+    near = {max(each for each in some if each < count), min((each for each in some if each > count), default=batch)}
+    batches = {batch // count * count, (batch // count + 1) * count} - {0}
+    by_count, by_batch = (" or ".join(map(str, sorted(each))) for each in (near, batches))
+    fewer = max((each for each in range(2, stages) if batch % (2 * each) == 0), default=0)
+    what = f"{count} do not divide" if asked else f"{stages} stages take {count} micro-batches, which do not divide"
+    raise typer.BadParameter(
+        f"{what} --batch {batch}; fix: --batch {by_batch}, or --micro-batches {by_count}"
+        + f", or --stages {fewer}" * bool(fewer and not asked),
+        param_hint="--micro-batches" if asked else "--stages",
+    )
+
+
+def check_field(given: typer.Context, data: Sequence[Path] | None) -> None:
+    """Check that --field, where it is given, names a field of something.
+
+    Raises:
+        typer.BadParameter: there are no records.
+    """
+    if not data:
+        return refuse_given(given, ("field",), "without --data")
+    from ndtp.cli.train_data import DataError, has_fields
+
+    with suppress(DataError):  # `packed_tokens` says it
+        if not has_fields(data):
+            refuse_given(given, ("field",), "on --data of plain text, which has no fields")
+    return None
+
+
 def packed_tokens(
     data: Sequence[Path] | None, text: Path | None, tokenizer: Path | None, vocabulary: int | None, field: str,
     context: int, output: Path,
@@ -47,10 +93,12 @@ def packed_tokens(
         raise typer.BadParameter(f"FILE, {text}, is a text as well; give one of them", param_hint="--data")
     import numpy as np
 
-    from ndtp.cli.train_data import DataError, least_tokens, tokenised
+    from ndtp.cli.train_data import DataError, TokenizerError, least_tokens, tokenised
 
     try:
         path = tokenised(data, tokenizer, field, output, is_first_rank())
+    except TokenizerError as error:
+        raise typer.BadParameter(str(error), param_hint="--tokenizer") from None
     except DataError as error:
         raise typer.BadParameter(str(error), param_hint="--data") from None
     stream = np.load(path, mmap_mode="r")
@@ -80,9 +128,16 @@ def keep_for_export(model: Path | None, tokenizer: Path | None, output: Path) ->
             if source is not None and source.is_file() and source.resolve() != (output / name).resolve():
                 (output / name).write_bytes(source.read_bytes())
         if tokenizer is not None:
-            from ndtp.cli.train_data import load_tokenizer
+            _tokenizer(tokenizer).save_pretrained(output / TOKENIZER)
 
-            load_tokenizer(tokenizer).save_pretrained(output / TOKENIZER)
+
+def _tokenizer(path: Path) -> Any:
+    from ndtp.cli.train_data import TokenizerError, load_tokenizer
+
+    try:
+        return load_tokenizer(path)
+    except TokenizerError as error:
+        raise typer.BadParameter(str(error), param_hint="--tokenizer") from None
 
 
 def check_files(
@@ -115,13 +170,9 @@ def check_files(
 
 
 def _start(prompt: str, tokenizer: Path | None) -> Sequence[int]:
-    from ndtp.cli.train_data import DataError, load_tokenizer
     from ndtp.cli.train_sample import first_tokens
 
-    try:
-        return first_tokens(prompt, None if tokenizer is None else load_tokenizer(tokenizer))
-    except DataError as error:
-        raise typer.BadParameter(str(error), param_hint="--tokenizer") from None
+    return first_tokens(prompt, None if tokenizer is None else _tokenizer(tokenizer))
 
 
 def _default_text() -> bytes:

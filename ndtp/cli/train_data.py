@@ -5,6 +5,7 @@ Documents are put one behind the other, each with an end, and cut into sequences
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import os
@@ -39,6 +40,18 @@ SLOW_S = 3600.0  # for another rank to tokenise
 
 class DataError(ValueError):
     """Data that cannot be read; the message says which file, and what to do."""
+
+
+class TokenizerError(DataError):
+    """A tokenizer that cannot be read."""
+
+
+class OtherRunError(CheckpointError):
+    """A checkpoint of a run that began with other options than there are now; `option` names those that differ."""
+
+    def __init__(self, option: str, message: str) -> None:
+        super().__init__(message)
+        self.option = option
 
 
 def files_of(paths: Sequence[Path]) -> list[Path]:
@@ -81,8 +94,8 @@ def documents(path: Path, field: str) -> Iterator[str | Sequence[int]]:
     """The texts of a file, or the tokens of records that have `input_ids`.
 
     Raises:
-        DataError: a file that is compressed, or no text, no JSON or no table, a record without the field or with
-            another value than a text or tokens, or pyarrow is missing.
+        DataError: a file that is compressed, or no text in UTF-8, no JSON or no table, a record without the field or
+            with another value than a text or tokens, or pyarrow is missing.
     """
     if path.suffix in TABLES:
         for number, record in enumerate(_table_records(path), 1):
@@ -93,17 +106,50 @@ def documents(path: Path, field: str) -> Iterator[str | Sequence[int]]:
             if program := compressed_by(begin.read(16)):
                 raise DataError(f"{path} is compressed by {program}; fix: unpack it, and name what is in it")
         if path.suffix not in RECORDS:
-            yield path.read_text(encoding="utf-8", errors="replace")
+            yield path.read_text(encoding="utf-8-sig")  # Windows puts a mark before it
             return
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     yield _document(_parsed(line, f"{path}:{number}"), field, f"{path}:{number}")
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError:
+        raise DataError(_no_text(path)) from None
+    except OSError as error:
         raise DataError(f"{path} cannot be read: {reason(error)}") from None
 
 
-def _parsed(line: str, where: str) -> object:
+def _no_text(path: Path) -> str:
+    """Return which byte of a file is the first that is no text in UTF-8, and what to do."""
+    before = 0
+    with path.open("rb") as file:
+        marked = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        file.seek(0)
+        for line in file:  # no character of UTF-8 has a part that ends a line
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                at, byte = before + error.start, line[error.start]
+                break
+            before += len(line)
+        else:
+            return f"{path} was written to while it was read"
+    encoding = "UTF-16" if marked else "LATIN1"
+    return (
+        f"{path} is no text in UTF-8: byte 0x{byte:02x} at offset {at}; fix: leave the file out; where it is text, "
+        f"`iconv -f {encoding} -t UTF-8` writes it in UTF-8, and `iconv -c -f UTF-8 -t UTF-8` leaves out single bytes"
+    )
+
+
+def has_fields(paths: Sequence[Path]) -> bool:
+    """Whether there are records with fields among the files.
+
+    Raises:
+        DataError: see `files_of`.
+    """
+    return any(path.suffix in (*TABLES, *RECORDS) for path in files_of(paths))
+
+
+def _parsed(line: str, where: str) -> Any:
     try:
         return json.loads(line)
     except RecursionError:
@@ -167,7 +213,8 @@ def tokenised(paths: Sequence[Path], tokenizer: Path | None, field: str, folder:
         writes: whether this rank makes it; others wait for it.
 
     Raises:
-        DataError: see `documents`; or the tokenizer cannot be read.
+        DataError: see `documents`.
+        TokenizerError: the tokenizer cannot be read.
     """
     files = files_of(paths)
     seen = [(str(each.resolve()), each.stat().st_size, each.stat().st_mtime_ns) for each in files]
@@ -208,10 +255,14 @@ def load_tokenizer(path: Path) -> Any:
     """A tokenizer of transformers.
 
     Raises:
-        DataError: transformers is missing, or the path leads to no tokenizer.
+        TokenizerError: transformers is missing, or the path leads to no tokenizer.
     """
     if find_spec("transformers") is None:
-        raise DataError("--tokenizer takes transformers; pip install 'ndtp[transformers]'")
+        raise TokenizerError("tokenizers are read by transformers, which is not installed; "
+                             "pip install 'ndtp[transformers]'")  # fmt: skip
+    fix = "fix: the folder that a tokenizer's save_pretrained wrote, or its tokenizer.json"
+    if not path.exists():
+        raise TokenizerError(f"{path} is not there; {fix}")
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
@@ -219,7 +270,9 @@ def load_tokenizer(path: Path) -> Any:
             return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
         return PreTrainedTokenizerFast(tokenizer_file=str(path))
     except Exception as error:
-        raise DataError(f"{path} is no tokenizer that transformers reads: {error}") from None
+        said = str(error).strip().split("\n")[0].split(". ")[0].removesuffix(" from one of: ")  # and a list of files
+        kind = f"{type(error).__name__}: " * isinstance(error, KeyError)
+        raise TokenizerError(f"{path} is no tokenizer that transformers reads: {kind}{said}; {fix}") from None
 
 
 class PackedBatches:
@@ -239,6 +292,8 @@ class PackedBatches:
         # What decides which sequence a number means.
         some = zlib.crc32(tokens[:: max(1, len(tokens) // LOOKED_AT)].tobytes())
         self._order_of = {"seed": job.seed, "context": job.context, "tokens": len(tokens), "hash of the tokens": some}
+        of_tokens = "--data and --tokenizer" if job.tokenizer else "--data"
+        self._options = {"seed": "--seed", "context": "--context", "": of_tokens}
         self._before, self._first = 0, 0  # sequences seen, and the step, when this run began
         self._order: tuple[int, Any] = (-1, None)
 
@@ -251,13 +306,12 @@ class PackedBatches:
         """Go on from what `state` has kept in a checkpoint.
 
         Raises:
-            CheckpointError: its sequences came in another order, or are others: some would come again before all came.
+            OtherRunError: its sequences came in another order, or are others: some would come again before all came.
         """
         if "sequences" not in state:
-            raise CheckpointError("the run has drawn from a text, and there is --data now")
+            raise OtherRunError("--data", "the run has drawn from a text, and there is --data now")
         before = state.get("order", self._order_of)  # older ones do not tell
-        if other := changes(before, self._order_of):
-            raise CheckpointError(f"the run has drawn its sequences by {other}")
+        check_same("the run has drawn its sequences by", before, self._order_of, self._options)
         self._first, self._before = int(state["step"]), int(state["sequences"])
 
     def state(self, step: int) -> dict[str, Any]:
@@ -292,9 +346,20 @@ class PackedBatches:
         return torch.from_numpy(self.stream[starts + np.arange(self.context + 1)].astype(np.int64))
 
 
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return what a checkpoint tells otherwise of its data than is so now; "" for nothing."""
-    return "; ".join(f"{key} {before.get(key)}, now {own}" for key, own in now.items() if before.get(key) != own)
+def check_same(begin: str, before: Mapping[str, Any], now: Mapping[str, Any], options: Mapping[str, str]) -> None:
+    """Check that a checkpoint tells of its run what is so now.
+
+    Args:
+        begin: of the message.
+        options: the options that the keys of `now` follow from; that of "" is for the keys that are not named.
+
+    Raises:
+        OtherRunError: it tells otherwise.
+    """
+    other = {key: f"{key} {before.get(key)}, now {own}" for key, own in now.items() if before.get(key) != own}
+    if other:
+        named = dict.fromkeys(options.get(key, options[""]) for key in other)
+        raise OtherRunError(" and ".join(named), f"{begin} {'; '.join(other.values())}")
 
 
 def least_tokens(context: int) -> int:

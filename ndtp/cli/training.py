@@ -21,8 +21,8 @@ from ndtp.algebra.schemes import TENSOR_AXES
 from ndtp.checkpoints.training_state import Saving, load, start_save
 from ndtp.cli.demo_training import text as help_topics
 from ndtp.cli.job import Job
-from ndtp.cli.resuming import begun_with, check_begun
-from ndtp.cli.train_data import PackedBatches, changes
+from ndtp.cli.resuming import begun_with, check_begun, kept_in
+from ndtp.cli.train_data import OtherRunError, PackedBatches, check_same
 from ndtp.cli.train_log import Log, StepMeter, memory_mib
 from ndtp.collectives.labels import Label
 from ndtp.collectives.watch import Watch
@@ -53,6 +53,7 @@ class Trained:
     tokens_per_second: float = 0.0
     stopped: bool = False
     error: str = ""
+    option: str = ""  # of the command, which the error is about
     sample: str = ""
 
 
@@ -94,7 +95,7 @@ def _train(counter: Counter, job: Job) -> Trained:
         try:
             done.first = done.step = _resume(model, optimizer, batches, job)
         except CheckpointError as error:
-            done.error = str(error)
+            done.error, done.option = str(error), getattr(error, "option", "--output")
             return done
     counter.advance(done.first)
     meter = StepMeter(job, model.mesh)
@@ -143,9 +144,14 @@ def _resume(model: Any, optimizer: torch.optim.Optimizer, batches: Any, job: Job
     """Take what the checkpoint in the output folder has; return the number of steps done.
 
     Raises:
-        CheckpointError: it is damaged, or of another model, run or data.
+        CheckpointError: it is damaged, or of another model.
+        OtherRunError: it is of a run with another model, seed or data.
     """
-    state = model.load(optimizer, job.output / CHECKPOINT)
+    try:
+        state = model.load(optimizer, job.output / CHECKPOINT)
+    except CheckpointError:
+        check_begun(kept_in(job.output / CHECKPOINT), job)  # which names the option, as shapes of tensors do not
+        raise
     check_begun(state, job)
     batches.resume(state)
     return int(state["step"])
@@ -271,13 +277,12 @@ class Batches:
         """No position is to be kept: the batch of a step follows from the text, the seed and its number.
 
         Raises:
-            CheckpointError: the run has drawn sequences of a data set, each once, or has learned another text.
+            OtherRunError: the run has drawn sequences of a data set, each once, or has learned another text.
         """
         if "sequences" in state:
-            raise CheckpointError("the run has drawn its sequences from --data, and there is none now")
+            raise OtherRunError("--data", "the run has drawn its sequences from --data, and there is none now")
         before = state.get("text", self._of_text)  # older ones do not tell
-        if other := changes(before, self._of_text):
-            raise CheckpointError(f"the run has learned another text: {other}")
+        check_same("the run has learned another text:", before, self._of_text, {"": "FILE"})
 
     def state(self, step: int) -> dict[str, Any]:
         return {"text": self._of_text}

@@ -177,6 +177,20 @@ def test_under_torchrun(ranks, tmp_path):
         (("--width", 16, "--heads", 3), "3 heads do not share --width 16 in pairs of features, which rotary positions"),
         (("--width", 12, "--heads", 4, "--grid", "x=2"), "turn; fix: --width 8 or 16, or --heads 3"),
         (("--width", 7), "fix: --width 8"),
+        (
+            ("--stages", 5),
+            "Invalid value for --stages: 1 layers make no 5 stages; fix: --layers 5 or more, or --stages 1",
+        ),
+        (
+            ("--stages", 5, "--layers", 5, "--batch", 16),
+            "Invalid value for --stages: 5 stages take 10 micro-batches, which do not divide --batch 16; "
+            "fix: --batch 10 or 20, or --micro-batches 8 or 16, or --stages 4",
+        ),
+        (
+            ("--stages", 2, "--layers", 2, "--micro-batches", 10),
+            "Invalid value for --micro-batches: 10 do not divide --batch 8; fix: --batch 10, or --micro-batches 8",
+        ),
+        (("--micro-batches", 2), "Invalid value for --micro-batches: it takes --stages 2 or more"),
         (("--width", "36", "--heads", "3", "--grid", "x=2"), "3 heads are split over x=2"),
         (("--batch", 7, "--context", 15, "--grid", "dp=2"), "fix: --batch and --context whose product the axes divide"),
         (("--width", "16", "--heads", "4", "--grid", "x=3"), "fix: --width and --heads that the axes divide, or"),
@@ -201,9 +215,11 @@ def test_a_text_that_is_too_short_and_a_checkpoint_of_another_text_or_model(tmp_
     result = train(*words, 3)
     said = " ".join(result.stderr.replace("│", " ").split())
     assert result.exit_code == 2 and "the run has learned another text: hash of the text" in said, said
+    assert "Invalid value for FILE" in said and "fix: the FILE that the run in this folder began with" in said, said
     result = train("--output", tmp_path / "out", "--steps", 2, "--width", 64)
-    assert result.exit_code == 2 and "has the shape (256, 32), that of the model (256, 64)" in result.stderr
-    assert "fix: the sizes, seed and data that the run in this folder began with" in " ".join(result.stderr.split())
+    said = " ".join(result.stderr.split())
+    assert result.exit_code == 2 and "the run has begun with width 32, now 64; inner 128, now 256" in said, said
+    assert "Invalid value for --width" in said and "fix: the --width that the run in this folder began with" in said
 
 
 def test_a_run_keeps_its_model_and_its_seed(tmp_path):
@@ -211,12 +227,14 @@ def test_a_run_keeps_its_model_and_its_seed(tmp_path):
     words = ("--output", tmp_path, "--steps")
     assert train(*words, 1).exit_code == 0
     for changed, says in (
-        (("--heads", 8), "the run has begun with heads 4, now 8; fix: the sizes"),
+        (("--heads", 8), "the run has begun with heads 4, now 8; fix: the --heads that the run in this folder began"),
+        (("--layers", 2), "the run has begun with layers 1, now 2"),
         (("--seed", 3), "the run has begun with seed 0, now 3"),
         (("--dtype", "float32"), "the run has begun with dtype float64, now float32"),
     ):
         result = train(*words, 2, *changed)
         assert result.exit_code == 2 and says in result.stderr, result.output
+        assert f"Invalid value for {changed[0]}: " in result.stderr
     others = ("--learning-rate", 1e-3, "--clip", 2, "--batch", 4, "--context", 8)
     assert train(*words, 2, *others).exit_code == 0 and len(losses(tmp_path)) == 2
 
@@ -237,9 +255,13 @@ def test_a_run_keeps_the_config_of_its_model(tmp_path):
         model.write_text(json.dumps(config | changed))
         result = train(*words, 2)
         assert result.exit_code == 2 and says in result.stderr, result.output
+        assert "Invalid value for --model: " in result.stderr
         assert (run / "config.json").read_bytes() == kept, "what is exported is the model that was trained"
     del config["hidden_act"]  # which is the default
     model.write_text(json.dumps(config | {"use_cache": False, "transformers_version": "1"}))
     result = train(*words, 2)
     assert result.exit_code == 0, result.output
     assert (run / "config.json").read_bytes() == model.read_bytes()
+    result = train("--output", run, "--steps", 3)
+    says = "the run has begun with a config of transformers, and there is the byte-level model now"
+    assert result.exit_code == 2 and says in result.stderr, result.output

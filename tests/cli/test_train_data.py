@@ -117,6 +117,84 @@ def test_what_is_compressed_is_not_learned(tmp_path, program, pack):
         assert result.exit_code == 2 and says in result.stderr, result.output
 
 
+@pytest.mark.parametrize(
+    "name, content, says",
+    [
+        ("a.bin", b"\x7fELF\n\x02\x01" + bytes(range(256)), "byte 0x80 at offset 135; fix: leave the file out"),
+        ("a.txt", (TEXT * 9 + "\nna\u00efve").encode("latin-1"), "at offset 750; fix: leave the file out; where it is "
+         "text, `iconv -f LATIN1 -t UTF-8`"),
+        ("a.txt", (TEXT * 9).encode("utf-16"), "byte 0xff at offset 0; fix: leave the file out; where it is text, "
+         "`iconv -f UTF-16 -t UTF-8`"),
+        ("a.txt", ("na\u00efve " * 99).encode()[:-4], "byte 0xc3 at offset 688;"),
+        ("a.jsonl", b'{"text": "one"}\n{"text": "na\xefve"}\n', "byte 0xef at offset 28;"),
+    ],
+    ids=["binary", "latin-1", "utf-16", "cut", "records"],
+)  # fmt: skip
+def test_what_is_no_utf_8_is_not_learned(tmp_path, name, content, says):
+    path = tmp_path / name
+    path.write_bytes(content)
+    for at in (path, tmp_path) if path.suffix != ".bin" else (path,):
+        result = train("--data", at, "--output", tmp_path / "out")
+        said = " ".join(result.stderr.split())
+        assert result.exit_code == 2 and f"Invalid value for --data: {path} is no text in UTF-8: " in said, said
+        assert says in said
+
+
+def test_a_mark_before_a_text_is_none_of_it(tmp_path):
+    for name, text in (("a.txt", "na\u00efve\0"), ("a.jsonl", '{"text": "na\u00efve\\u0000"}')):
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+        assert [*documents(tmp_path / name, "text")] == ["na\u00efve\0"]
+
+
+def test_a_tokenizer_that_is_none(tmp_path):
+    """The message names --tokenizer, and has the first sentence of what transformers says."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    transformers.Qwen2Config(vocab_size=256, num_key_value_heads=2, **sizes).save_pretrained(tmp_path)
+    (tmp_path / "a.txt").write_text(TEXT * 20)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "bad.json").write_text('{"a": 1}')
+    words = ("--model", tmp_path / "config.json", "--data", tmp_path / "a.txt", "--output", tmp_path / "out")
+    reads = "is no tokenizer that transformers reads: "
+    for name, says in (
+        ("none", "is not there; fix: the folder that a tokenizer's save_pretrained wrote, or its tokenizer.json"),
+        ("bad.json", reads + "expected"),
+        ("folder", reads + "Couldn't instantiate the backend tokenizer; fix: the folder"),
+    ):
+        for more in ((), ("--sample", 4)):
+            result = train(*words, "--tokenizer", tmp_path / name, *more)
+            assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1, result.stderr
+            assert f"Invalid value for --tokenizer: {tmp_path / name} {says}" in result.stderr, result.stderr
+
+
+def test_a_field_of_files_that_have_none(tmp_path):
+    (tmp_path / "a.txt").write_text(TEXT)
+    for at in (tmp_path, tmp_path / "a.txt"):
+        result = train("--data", at, "--field", "body", "--output", tmp_path / "out")
+        says = "Invalid value for --field: it has no effect on --data of plain text, which has no fields"
+        assert result.exit_code == 2 and says in result.stderr, result.stderr
+    (tmp_path / "b.jsonl").write_text(json.dumps({"body": TEXT}))
+    result = train("--data", tmp_path, "--field", "body", "--context", 999, "--output", tmp_path / "out")
+    assert result.exit_code == 2 and f"{2 * len(TEXT) + 4} tokens; sequences of 999" in result.stderr, result.stderr
+
+
+def test_a_run_keeps_its_data(tmp_path):
+    """The message names the option that differs, not --output, which is as it was."""
+    (tmp_path / "a.txt").write_text(TEXT * 20)
+    (tmp_path / "b.txt").write_text(TEXT[1:] * 20)
+    words = ("--output", tmp_path / "out", "--steps")
+    assert train(*words, 1, "--data", tmp_path / "a.txt").exit_code == 0
+    for changed, option in (
+        (("--data", tmp_path / "b.txt"), "--data"),
+        (("--data", tmp_path / "a.txt", "--context", 8), "--context"),
+        (("--data", tmp_path / "b.txt", "--context", 8), "--context and --data"),
+        ((), "--data"),
+    ):
+        result = train(*words, 2, *changed)
+        assert result.exit_code == 2 and f"Invalid value for {option}: " in result.stderr, result.stderr
+        assert f"fix: the {option} that the run in this folder began with, or another --output" in result.stderr
+
+
 def test_chunks_reach_a_model_of_transformers(tmp_path, monkeypatch):
     transformers, given = pytest.importorskip("transformers"), {}
     mesh = SimpleNamespace(device_type="cpu", rank=0, grid=Grid(x=1))

@@ -167,7 +167,9 @@ def test_ranks_wants_one_number_or_axes():
             ndtp.testing.ranks(number, **axes)
     with pytest.raises(ValueError, match="one of them"):
         ndtp.testing.ranks(2, x=2)
-    with pytest.raises(ValueError, match=r"above test_block without a number of ranks\n  fix: @ndtp.testing.ranks\(8\)"):
+    with pytest.raises(
+        ValueError, match=r"above test_block without a number of ranks\n  fix: @ndtp.testing.ranks\(8\)"
+    ):
 
         @ndtp.testing.ranks
         def test_block(): ...
