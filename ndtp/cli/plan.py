@@ -104,7 +104,9 @@ def plan(
     plot: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE.png", help="Volume and time against the number of ranks.", callback=writable(*PICTURES)
+            metavar="FILE.png",
+            callback=writable(*PICTURES),
+            help="Of a block: volume and time against the number of ranks; of a --model: parts of its step and memory.",
         ),
     ] = None,
 ) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # Where a request says nothing: tokens of a step, and the longest sequence that is assumed.
 TOKENS, LONGEST = 4 * 2**20, 8192
-LEAST_GAIN = 0.01  # of a step's time, by a wire of fewer bytes, that is worth a line
+LEAST_GAIN = 0.01  # of a step's time, by a wire of fewer bytes or another split, that is worth a line
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ def question_of(asked: Asked, model: ModelSizes | CountedModel) -> Question | No
         shape, batch, asked.ranks, Hardware.load(asked.hardware), practice,
         optimizer=asked.optimizer, recompute=again if asked.recompute == "auto" else (asked.recompute,),
         fixed=asked.fixed, limit_gib=asked.memory_limit, within_node=asked.within_node,
+        runnable=asked.software == "ndtp",
     )  # fmt: skip
 
 
@@ -113,14 +114,17 @@ def answer(
     best = choices[0]
     print_table(out, _table(choices[:top]))
     _say(out, best, choices)
-    runs = best if best.runs else next((each for each in choices if each.runs), None)
-    if runs is None:
-        runs = choose(replace(question, context=False), 1)[0]
+    runs = best if best.runs else choose(replace(question, runnable=True), 1)[0]
     if not best.runs:
         out.print(
             "ndtp splits no sequences (cp) between stages of a pipeline; what it runs is "
-            f"{runs.splits}, {in_digits(runs.seconds, 4)} s a step."
-        )
+            f"{runs.splits}, {in_digits(runs.seconds, 4)} s a step.", highlight=False,
+        )  # fmt: skip
+    elif question.runnable and (other := _faster_than_what_runs(best)) is not None:
+        out.print(
+            f"{other.splits} would take {in_digits(other.seconds, 4)} s; ndtp splits no sequences (cp) between stages "
+            "of a pipeline.", highlight=False,
+        )  # fmt: skip
     if runs.splits.cp > 1:
         out.print(f"ndtp runs cp as a part of z, whose ranks split weights, too: z={rows_axis(runs)}.", highlight=False)
     if sentence := said(runs):
@@ -184,6 +188,14 @@ def _say(out: Any, best: SplitChoice, choices: list[SplitChoice]) -> None:
         if named:
             now = in_digits(best.seconds, 4)
             out.print(f"In fewer bytes (--wire) the step would take {named}, not {now} s.", highlight=False)
+
+
+def _faster_than_what_runs(best: SplitChoice) -> SplitChoice | None:
+    """Return the fastest split of all, where ndtp does not run it and it is faster than the best that ndtp runs."""
+    from ndtp.planner.training.choose import choose
+
+    (other,) = choose(replace(best.question, runnable=False), 1)
+    return other if not other.runs and other.seconds < (1 - LEAST_GAIN) * best.seconds else None
 
 
 def in_fewer_bytes(best: SplitChoice) -> dict[str, float]:

@@ -17,7 +17,7 @@ def draw(choices: list[SplitChoice], path: str | Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 1.5 + 0.4 * len(choices)), layout="constrained")
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 2.2 + 0.4 * len(choices)), layout="constrained")
     names = [f"{i}. {each.splits}" for i, each in enumerate(choices, 1)]
     for axes, parts, scale, label in (
         (left, [each.time.parts() for each in choices], 1.0, "predicted s per step"),
@@ -31,7 +31,7 @@ def draw(choices: list[SplitChoice], path: str | Path) -> None:
             at = [begin + width for begin, width in zip(at, widths, strict=True)]
         axes.invert_yaxis()
         axes.set(xlabel=label)
-        axes.legend(fontsize=7, ncols=2, loc="lower right")
+        axes.legend(fontsize=7, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))  # above: bars fill the axes
     right.axvline(choices[0].question.room / GIB, color="grey", linestyle="--")
     right.set_yticks([])
     figure.savefig(path, dpi=120)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,50 @@ def test_a_thousand_ranks(ndtp, config, tmp_path):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     # The others are no faster than the first, but for what predictions do not tell apart.
     assert all(each["step_ms"] >= 0.99 * best["step_ms"] for each in result["plans"])
+
+
+def test_what_ndtp_does_not_run_is_named_beside_what_it_runs(ndtp, config):
+    """Long sequences on many ranks: splits over stages and sequences are faster, and ndtp runs none of them."""
+    words = ("--ranks", "1024", "--sequence", "131072", "--batch", "32", "--top", "4", "--json", "-", "--model")
+    code, out, said = ndtp("plan", *words, config(LARGE))
+    result, said = json.loads(out), " ".join(said.split())
+    assert code == 0 and all(use["runs"] for use in result["use"])
+    assert all(min(each["grid"]["pp"], each["grid"]["cp"]) == 1 for each in result["plans"])
+    other = re.search(r"(pp=\d+ \S.*?) would take ([\d.]+) s; ndtp splits no sequences \(cp\) between stages", said)
+    assert "cp=" in other[1] and 0 < float(other[2]) < 0.99e-3 * result["plans"][0]["step_ms"]
+    words = (
+        "--ranks",
+        "512",
+        "--sequence",
+        "32768",
+        "--batch",
+        "64",
+        "--software",
+        "megatron",
+        "--json",
+        "-",
+        "--model",
+    )
+    code, out, said = ndtp("plan", *words, config(LARGE))
+    assert code == 0 and not json.loads(out)["use"][0]["runs"]
+    assert "ndtp splits no sequences (cp) between stages of a pipeline; what it runs is" in " ".join(said.split())
+
+
+def test_the_picture_hides_no_bar(ndtp, config, tmp_path, monkeypatch):
+    from matplotlib import pyplot
+
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    for top in ("1", "8"):
+        words = ("--ranks", "1024", "--top", top, "--plot", str(tmp_path / "a.png"))
+        assert ndtp("plan", "--model", config(LARGE), *words)[0] == 0
+        figure = pyplot.gcf()
+        whole = figure.bbox
+        for axes in figure.axes:
+            legend, bars = axes.get_legend().get_window_extent(), axes.get_window_extent()
+            assert not legend.overlaps(bars) and bars.height > 20 * int(top), (legend, bars)
+            assert whole.x0 <= legend.x0 and legend.x1 <= whole.x1 and legend.y1 <= whole.y1, (legend, whole)
+    monkeypatch.undo()
+    pyplot.close("all")
 
 
 def test_a_wire_is_proposed_where_it_gains_something(ndtp, config):

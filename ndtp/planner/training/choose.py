@@ -39,6 +39,7 @@ class Question:
         batch: sequences of a step, over all ranks.
         recompute: what backward may make again; of practices that fit into memory the fastest one counts.
         context: whether sequences may be split (cp).
+        runnable: only splits that ndtp runs, see `SplitChoice.runs`.
         fixed: sizes of axes that are given, such as {"pp": 4}, and of "micro" and "virtual".
         limit_gib: of a rank; None: what the device has, but a tenth.
         within_node: x and y stay inside of a node.
@@ -55,6 +56,7 @@ class Question:
     optimizer: str = "adamw"
     recompute: tuple[str, ...] = ("none", "layer")
     context: bool = True
+    runnable: bool = False
     fixed: Mapping[str, int] = field(default_factory=dict)
     limit_gib: float | None = None
     within_node: bool = False
@@ -70,6 +72,11 @@ class Question:
         if self.limit_gib is not None:
             Number(1e-6, 1e12).check("plan", "limit_gib", self.limit_gib)
         self.hardware.flops_per_second(self.practice.dtype)
+
+    @property
+    def splits_sequences(self) -> bool:
+        """Whether sequences may be split (cp), with the number of stages that is given."""
+        return self.context and not (self.runnable and self.fixed.get("pp", 1) > 1)
 
     @property
     def room(self) -> float:
@@ -192,7 +199,7 @@ def _may(question: Question) -> dict[str, Callable[[int], bool]]:
         "y": lambda n: model.heads % n == 0 and (model.keys * model.head) % n == 0 and model.ffn % n == 0,
         "x": lambda n: model.hidden % n == 0 and n <= MOST_X,
         "pp": lambda n: n <= model.layers,
-        "cp": lambda n: n == 1 or (question.context and length % (2 * n) == 0 and length // n >= LEAST_PART),
+        "cp": lambda n: n == 1 or (question.splits_sequences and length % (2 * n) == 0 and length // n >= LEAST_PART),
         "e": lambda n: n == 1 or (mixture is not None and mixture.count % n == 0),
         **dict.fromkeys(("dp", "z"), lambda n: question.batch % n == 0),
     }
@@ -210,6 +217,8 @@ def _axes(question: Question) -> Iterator[dict[str, int]]:
         for x in sizes("x", ranks // y):
             for pp in sizes("pp", ranks // (y * x)):
                 for cp in sizes("cp", ranks // (y * x * pp)):
+                    if question.runnable and cp > 1 < pp:
+                        continue
                     for e in sizes("e", ranks // (y * x * pp * cp)):
                         for z in sizes("z", ranks // (y * x * pp * cp * e)):
                             dp = ranks // (y * x * pp * cp * e * z)
@@ -247,7 +256,7 @@ def _given_in_vain(question: Question) -> str | None:
         "x": f"{model.hidden} features; it divides them, and is at most {MOST_X}",
         "pp": f"{model.layers} layers; each stage has one",
         "cp": f"sequences of {model.sequence}; each rank has {LEAST_PART} tokens of one at least, in two equal parts"
-        if question.context
+        if question.splits_sequences
         else "sequences here; ndtp splits none between the stages of a pipeline",
         "e": f"{model.mixture.count} experts; it divides them" if model.mixture else "experts; the model has none",
         **dict.fromkeys(("dp", "z"), f"a batch of {question.batch} sequences; it divides them"),
