@@ -35,29 +35,28 @@ class GradientChanges:
     """
 
     def __init__(self) -> None:
-        self._probes: list[tuple[nn.Parameter, Numbers]] = []
+        self._probes: list[tuple[nn.Parameter, Any]] = []
         self._factor: float | Tensor = math.nan
         self._grads: list[Any] = []
         self._versions: list[int] = []
         self.changed: tuple[tuple[int, int], ...] = ()
 
     def after_backward(self, parameters: Sequence[nn.Parameter]) -> None:
-        grads = [*map(_held, parameters)]
+        grads, versions = _seen(parameters)
         if DTensor in set(map(type, grads)):  # of torch's compiler, which reading makes ones of the grid
             grads = [*map(_grad, parameters)]
-        self._grads = grads
-        self._versions = _versions(grads)
-        pairs = zip(reversed(parameters), reversed(grads), strict=True)
-        self._probes = [(p, _numbers(grad)) for p, grad in islice((pair for pair in pairs if _can_tell(pair[1])), 2)]
+            versions = _versions(grads)
+        self._grads, self._versions = grads, versions
+        probes = ((p, _numbers(grad)) for p, grad in zip(reversed(parameters), reversed(grads), strict=True))
+        self._probes = [*islice((probe for probe in probes if probe[1] is not None), 2)]
 
     def before_step(self, parameters: Sequence[nn.Parameter]) -> None:
         before, self._grads = self._grads, []
         if len(before) == len(parameters):
-            now = [*map(_held, parameters)]
-            versions = _versions(now)
+            now, versions = _seen(parameters)
             if versions != self._versions or any(map(is_not, now, before)):
                 self.changed = tuple(_changes(before, now, self._versions, versions))
-        factors = [_factor(first, _numbers(p.grad)) for p, first in self._probes if _can_tell(p.grad)]
+        factors = [_factor(first, then) for p, first in self._probes if (then := _numbers(p.grad)) is not None]
         if factors:
             self._factor = _common(factors)
         self._probes = []
@@ -75,6 +74,13 @@ def told(change: int) -> str:
     return {NONE: "none", OTHER: "another one"}.get(change, f"written to {change} times")
 
 
+def _seen(parameters: Sequence[nn.Parameter]) -> tuple[list[Any], list[int]]:
+    """Return the gradients of parameters, as they are, and how often they were written to."""
+    with torch._C.DisableTorchFunctionSubclass():  # half the time of a read: torch looks for no override
+        grads = [*map(_held, parameters)]
+        return grads, _versions(grads)
+
+
 def _versions(grads: Sequence[Any]) -> list[int]:
     try:
         return [0 if grad is None else grad._version for grad in grads]
@@ -90,20 +96,18 @@ def _changes(before: Sequence[Any], now: Sequence[Any], first: Sequence[int], th
             yield i, then[i] - first[i]
 
 
-def _can_tell(grad: Tensor | None) -> bool:
-    """Return whether this rank has some numbers of a gradient."""
-    if grad is None or grad.layout is not torch.strided or grad.is_complex():
-        return False
-    return getattr(grad, "_local_tensor", grad).numel() > 1  # type: ignore[no-any-return]
-
-
-def _numbers(grad: object) -> Numbers:
+def _numbers(grad: Any) -> Numbers | None:
     """The first numbers of a gradient on this rank: their bytes, which takes no operation of torch, where that can be;
-    of an accelerator's without waiting for it.
+    of an accelerator's without waiting for it.  None of one of which this rank has less than two.
     """
+    if grad is None or grad.layout is not torch.strided:
+        return None
     local: Any = getattr(grad, "_local_tensor", grad)
-    if type(local) is Tensor and local.dtype in _CODES and local.device.type == "cpu" and local.is_contiguous():
-        return string_at(local.data_ptr(), min(local.numel(), _LOOKED_AT) * local.itemsize), _CODES[local.dtype]
+    dtype, count = local.dtype, local.numel()
+    if count < 2 or dtype.is_complex:
+        return None
+    if type(local) is Tensor and dtype in _CODES and local.is_cpu and local.is_contiguous():
+        return string_at(local.data_ptr(), min(count, _LOOKED_AT) * dtype.itemsize), _CODES[dtype]
     with torch.no_grad():
         first = local.reshape(-1)[:_LOOKED_AT]
         return first.tolist() if first.device.type == "cpu" else first.double()

@@ -138,16 +138,17 @@ class Steps:
         elif len(seen) != len(now):
             seen = now
         # By functions in C alone: it is done at every call, when nothing of it is in a cache of the processor.
-        parts.trains, parts.wants = bytes(map(_trains, parts.modules)), bytes(map(_wants, parameters))
-        parts.lacks = bytes(map(_is_none, map(_grad, parameters)))
+        parts.trains = bytes(map(_trains, parts.modules))
+        with torch._C.DisableTorchFunctionSubclass():  # as in `Versions.now`
+            parts.wants = bytes(map(_wants, parameters))
+            parts.lacks = bytes(map(_is_none, map(_grad, parameters)))
         parts.numbers = [*map(dict.get, parts.keepers, parts.keys)]
         parts.stale, parts.written = (), {}
         if self._gradients:
             # What has gone does not come back: a later gradient may lie where it lay, on one rank and not on another.
-            grads = {i: parameters[i].grad for i in self._gradients if i < len(parameters)}
-            known = {i: self._gradients[i] for i, grad in grads.items() if grad is not None}
-            parts.stale = tuple(i for i, before in known.items() if _state_of(grads[i]) == before)
-            self._gradients = {i: known[i] for i in parts.stale}
+            there = {i: before for i, before in self._gradients.items() if i < len(parameters) and not parts.lacks[i]}
+            parts.stale = tuple(i for i, before in there.items() if _state_of(parameters[i].grad) == before)
+            self._gradients = {i: there[i] for i in parts.stale}
         if now != seen:
             parts.written = parts.counts.changed(seen, now)
             self._writes += 1
