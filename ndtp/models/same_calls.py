@@ -195,7 +195,8 @@ class SameCalls:
         accumulates, backwards, taken = self.mesh.step.partial_sums.depth, self.backwards, steps.taken
         (factor, changed), loaded, self._operands = steps.between.taken(), self.mesh.step.taken_loaded(), []
         has_leaf = wants_gradients(args, kwargs)
-        alike = [has_leaf, found, accumulates, backwards, taken, optimizers, changed, loaded]
+        done = [(step, kind, repr(groups), count) for step, kind, groups, count in optimizers]
+        alike: list[Any] = [has_leaf, found, accumulates, backwards, taken, done, changed, loaded]
         is_seen, config = torch.is_grad_enabled() or (number - 1) % SELDOM == 0 or steps.is_new, {}
         order = [*set(kwargs.get("adapter_names") or ())]  # by which peft goes, and which Python draws for each process
         reads = self._reads()
@@ -241,8 +242,8 @@ class SameCalls:
             if not isinstance(value, Tensor):
                 of_rows.append(value)
                 continue
-            dtype, where = value.dtype, value.device.type
-            of_rows += (value.shape, dtype, where)
+            dtype, where = value.dtype, "cpu" if value.is_cpu else value.device.type
+            of_rows += (tuple(value.shape), str(dtype), where)
             if where == "meta" or (type(value) is not Tensor and type(value) is not nn.Parameter):
                 continue
             if dtype.is_floating_point or dtype.is_complex:
@@ -335,7 +336,7 @@ class SameCalls:
         self._look_at(operands, of_rows, numbers)
         form = None
         if is_looked_at and not grad.is_meta:
-            form = grad.shape, grad.dtype, grad.device.type
+            form = tuple(grad.shape), str(grad.dtype), "cpu" if grad.is_cpu else grad.device.type
             of_rows.append(form)
             found = projection_of(grad)
             if isinstance(found, Fingerprint):

@@ -7,6 +7,7 @@ what all others have, instead of waiting for one another in collectives of diffe
 from __future__ import annotations
 
 import json
+import marshal
 import math
 import re
 import struct
@@ -48,7 +49,7 @@ class Point:
 
     Attributes:
         what: the place in the program.
-        alike: what all ranks have alike; its `repr` is compared.
+        alike: what all ranks have alike; by its values where all are plain, else by its `repr`.
         of_rows: what ranks have alike which have the same rows.
         numbers: values that are compared up to rounding, by topic, among ranks that have the same rows.
         factor: the number by which all ranks scale their gradients; NaN where a rank cannot tell.
@@ -68,8 +69,8 @@ class Point:
 
     def row(self) -> Row:
         """Return the row that the point shows to other ranks: hashes, and numbers."""
-        alike = blake2b(repr((self.what, self.alike)).encode(), digest_size=_HASH).digest()
-        of_rows = blake2b(repr(self.of_rows).encode(), digest_size=_HASH).digest() if self.of_rows else b""
+        alike = blake2b(_plain((self.what, self.alike)), digest_size=_HASH).digest()
+        of_rows = blake2b(_plain(self.of_rows), digest_size=_HASH).digest() if self.of_rows else b""
         numbers = self.numbers.values()
         if len(numbers) > 1:
             numbers = [sum(numbers, Fingerprint())]  # type: ignore[assignment]
@@ -89,7 +90,15 @@ class Point:
         )
 
 
-def _text(value: object) -> str:
+def _plain(value: object) -> bytes:
+    """The bytes of a value, the same in every process where it is the same."""
+    try:
+        return marshal.dumps(value, 2)  # of later versions, what Python has interned has other bytes
+    except ValueError:
+        return repr(value).encode()
+
+
+def _text(value: Any) -> str:
     return value if isinstance(value, str) else repr(value)
 
 
