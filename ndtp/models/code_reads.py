@@ -26,6 +26,7 @@ from ndtp.split.tensor import SplitTensor
 OWN_ATTRIBUTES = {
     "_dtensor", "_is_param", "_local_tensor", "_spec", "spec", "passage", "link", "strides", "repeats", "stands_for",
 }  # fmt: skip
+_NO_TREES = (Tensor, bool, int, float, str, type(None))
 _STEPS = 64  # of a graph, through which what an input was made of is looked for
 
 
@@ -47,10 +48,12 @@ class StandIn(NamedTuple):
 
 def wants_gradients(args: Arguments, kwargs: Keywords) -> bool:
     """Return whether a call gets a leaf that wants a gradient, or what was made of one, and gives it a graph."""
-    return torch.is_grad_enabled() and any(
-        isinstance(x, Tensor) and x.requires_grad and (x.is_leaf or _is_made_of_a_leaf(x))
-        for x in tree_leaves((args, kwargs))
-    )
+    if not torch.is_grad_enabled():
+        return False
+    given = [*args, *kwargs.values()]
+    # Tensors side by side, as most calls give them, are no tree: to walk one takes several times as long.
+    leaves = given if all(isinstance(x, _NO_TREES) for x in given) else tree_leaves(given)
+    return any(isinstance(x, Tensor) and x.requires_grad and (x.is_leaf or _is_made_of_a_leaf(x)) for x in leaves)
 
 
 def _is_made_of_a_leaf(x: Tensor) -> bool:

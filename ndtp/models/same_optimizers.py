@@ -102,12 +102,9 @@ def _group_settings(group: dict[str, object], weights: str) -> dict[str, object]
 
 def _settings_of(optimizer: Optimizer, known: _Known) -> tuple[str, OptimizerGroups, float | None]:
     """Return the settings with which an optimizer has made a step."""
-    given = [
-        [tuple(map(id, value)) if name == "params" else value for name, value in group.items()]
-        for group in optimizer.param_groups
-    ]
+    given: Any = [{**group, "params": tuple(map(id, group["params"]))} for group in optimizer.param_groups]
     if known.given is None or known.given != given:
-        ids = [tuple(map(id, group["params"])) for group in optimizer.param_groups]
+        ids = [group["params"] for group in given]
         if known.ids != ids:
             models = [model for calls in known.concerned if (model := calls.held) is not None]
             names = {id(p): name for model in models for name, p in model.named_parameters()}
@@ -117,10 +114,10 @@ def _settings_of(optimizer: Optimizer, known: _Known) -> tuple[str, OptimizerGro
             known.ids = ids
         known.groups = OptimizerGroups(map(_group_settings, optimizer.param_groups, known.weights))
         # Others change where they are.
-        known.given = given if all(isinstance(value, PLAIN) for values in given for value in values) else None
-    state: object = next(iter(optimizer.state.values()), {})
+        known.given = given if all(isinstance(value, PLAIN) for group in given for value in group.values()) else None
+    state: Any = next(iter(optimizer.state.values()), {})
     count = state.get("step") if isinstance(state, dict) else None
-    is_there = count.device.type == "cpu" if isinstance(count, Tensor) else isinstance(count, (int, float))
+    is_there = count.is_cpu if isinstance(count, Tensor) else isinstance(count, (int, float))
     return type(optimizer).__name__, known.groups, float(count) if is_there else None  # type: ignore[arg-type]
 
 

@@ -56,7 +56,9 @@ def reads_since(mesh: Any, axes: Collection[str]) -> list[tuple[int, str]]:
     Args:
         axes: those over which a tensor must be split, or ranks may read it that others leave alone.
     """
-    own, found = _READS.get(caller(), {}), []
+    own, found = _READS.get(caller()) if _READS else None, list[tuple[int, str]]()
+    if not own:
+        return found
     for key in [key for key in own if key[0] == hash(mesh)]:
         reads = own.pop(key)
         if {*axes} <= {*key[1]}:

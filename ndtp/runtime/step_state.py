@@ -37,17 +37,6 @@ class ReadWeight(NamedTuple):
     def __str__(self) -> str:
         return self.name
 
-    @property
-    def runs(self) -> bool:
-        """Whether the backward that goes on comes by."""
-        node = self.node()
-        return node is not None and torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined, no-any-return]
-
-    @property
-    def waits(self) -> bool:
-        """Whether another backward may come by."""
-        return self.node() is not None and not self.runs
-
 
 class StepState:
     """The order in which weights are used, gradients on their way, and gradients held back.
@@ -144,9 +133,16 @@ class StepState:
 
         While gradients are accumulated ranks may use others, but for those whose gradients do not wait.
         """
-        uses = self.uses or []
-        self.uses = [use for use in uses if not isinstance(use, str) and use.waits]
-        found = [use if isinstance(use, str) else use.name for use in uses if isinstance(use, str) or use.runs]
+        uses, found, waiting = self.uses or [], list[str](), list[str | ReadWeight]()
+        for use in uses:
+            if isinstance(use, str):
+                found.append(use)
+            elif (node := use.node()) is not None:  # else no backward comes by any more
+                if torch._C._will_engine_execute_node(node):  # type: ignore[attr-defined]
+                    found.append(use.name)
+                else:
+                    waiting.append(use)  # for another backward
+        self.uses = waiting
         if self.partial_sums.depth:
             at_once = [name for name in found if name.startswith(COMPUTED)]
             self._accumulated.update(set(found).difference(at_once, [""]))
