@@ -38,6 +38,7 @@ def run_kind(
     """Return the error that this rank raises where the rank `odd` does otherwise; runs on every rank."""
     kind = next(kind for kind in (*KINDS, *SILENT) if kind.name == name)
     mesh = ProcessGrid(ndtp.Grid(sizes), timeout=timeout)
+    check = True if kind.thorough and check is None else check
     loop = TrainingLoop(kind, mesh, scheme, mesh.rank == odd, check, "dp" if kind.along_dp else "")
     try:
         loop.train() if kind.program is None else kind.program(loop)
@@ -231,6 +232,10 @@ KINDS = [
     Disagreement("an optimizer step done twice", "optimizer steps so far", {"steps": _to(2)}),
     Disagreement("a call of its own", f"{POINTS} .*call 3", {"again": _to(True)}),
     Disagreement("a weight changed through .data", "weight 'head.weight'", {"end": _scaled("head.weight", True)}, at=0),
+    Disagreement("a shard changed through .data", "weight 'layers.0.up.weight' since the last step: .*changed",
+                 {"end": _scaled("layers.0.up.weight", True)}, at=0),
+    Disagreement("a shard changed after step 2", "weight 'layers.0.up.weight' since the last step: .*changed",
+                 {"end": _scaled("layers.0.up.weight", True)}, thorough=True),
     Disagreement("a weight written to", "weight 'layers.0.up.weight'", {"end": _scaled("layers.0.up.weight", False)}),
     Disagreement("dropout's seed", "random numbers of torch", {"call": lambda _: torch.manual_seed(1)}, 0.5),
     Disagreement("numbers drawn", "random numbers of torch", {"call": lambda _: torch.rand(1)}, 0.5),

@@ -40,6 +40,7 @@ class Disagreement:
         dropout: of the model.
         program: what all ranks run.
         at: the step in which it is done.
+        thorough: whether ranks look at all there is in every call, `check=True`; as far as they compare at all.
         along_dp: the grid has an axis `dp` alone, along which ranks have sequences of their own.
     """
 
@@ -50,6 +51,7 @@ class Disagreement:
     program: Callable[[TrainingLoop], None] | None = None
     at: int = 1
     along_dp: bool = False
+    thorough: bool = False
 
 
 class SmallAttention(nn.Module):

@@ -132,7 +132,7 @@ def parallelize(
             there is none, inputs are made up; where the model does not run with them, its first call decides, and it
             stays dense until then.
         check: whether all ranks compare what they call the model with, and the steps of its optimizers.  True looks at
-            more in every call.  Default: yes.  See docs/same-on-all-ranks.md.
+            more in every call, and at all weights after every step.  Default: yes.  See docs/same-on-all-ranks.md.
         check_every: optimizer steps from one comparison of all weights to the next one.
         recheck: of all products, the fraction that another rank computes again, see `ndtp.recheck`.
         attention: how queries meet keys where sequences are split over ranks (a batch that the ranks do not divide, one

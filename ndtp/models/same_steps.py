@@ -221,7 +221,7 @@ class Steps:
         for i in range(0, len(parameters), apart):
             if (grad := parameters[i].grad) is not None:
                 self._gradients[i] = _state_of(grad)
-        if self.taken == 1 or self.taken % self._calls.every == 0:
+        if self._calls.thorough or self.taken == 1 or self.taken % self._calls.every == 0:
             self.note_weights()
 
     def note_gradients(self) -> None:
@@ -243,7 +243,8 @@ class Steps:
     def compare_weights(self, what: str) -> None:
         """Compare all weights: those that several ranks hold, and which were changed by nobody known.
 
-        At the first call, after a step that was noted, and where they were first written to by others than optimizers.
+        At the first call, after a step that was noted (each one, where all is looked at), and where they were first
+        written to by others than optimizers.
         """
         if not self.due:
             return

@@ -243,3 +243,26 @@ def test_the_last_token_that_ranks_sample_is_compared(ranks):
         assert "fix: torch.manual_seed with one seed" in said
     for axis, seed, check in (("x", 0, None), ("x", 1, False), ("dp", 1, None)):
         assert ranks(2).run(last_token, axis, seed, check) == [None, None]
+
+
+def changes_its_shard(check):
+    """What a rank says of a shard that rank 1 alone holds, and changes behind the second of three steps."""
+    mesh, x = mesh_of(Grid({"y": 2})), torch.ones(4, 8)
+    torch.manual_seed(0)
+    model = ndtp.parallelize(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), mesh, example=x, check=check)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        for step in range(3):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            if mesh.rank and step == 1:
+                model[0].weight.to_local().data.mul_(1.5)
+    except MismatchError as error:
+        return str(error)
+
+
+def test_a_shard_that_one_rank_changes_between_any_two_steps_is_named_where_all_is_looked_at(ranks):
+    for said in ranks(2).run(changes_its_shard, True):
+        assert "before call 3 of Sequential" in said and "weight '0.weight' since the last step: rank" in said
+    assert ranks(2).run(changes_its_shard, None) == [None, None]
