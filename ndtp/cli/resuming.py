@@ -93,8 +93,8 @@ def check_begun(state: Mapping[str, Any], job: Job) -> None:
     before, now = dict(state.get("run", {})), begun_with(job)
     if before and ("config" in before) != ("config" in now):
         models = ("the byte-level model", "a config of transformers")
-        was, of_now = models["config" in before], models["config" in now]
-        raise OtherRunError("--model", f"{job.output}: the run has begun with {was}, and there is {of_now} now")
+        begun, asked = models["config" in before], models["config" in now]
+        raise OtherRunError("--model", f"{job.output}: the run has begun with {begun}, and there is {asked} now")
     options = OPTIONS | {"": "--width" if job.config is None else "--model"}
     now = {key: value for key, value in now.items() if key in before}
     if "config" in now:

@@ -149,7 +149,7 @@ def has_fields(paths: Sequence[Path]) -> bool:
     return any(path.suffix in (*TABLES, *RECORDS) for path in files_of(paths))
 
 
-def _parsed(line: str, where: str) -> Any:
+def _parsed(line: str, where: str) -> object:
     try:
         return json.loads(line)
     except RecursionError:

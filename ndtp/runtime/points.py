@@ -90,7 +90,7 @@ class Point:
         )
 
 
-def _plain(value: object) -> bytes:
+def _plain(value: Any) -> bytes:
     """The bytes of a value, the same in every process where it is the same."""
     try:
         return marshal.dumps(value, 2)  # of later versions, what Python has interned has other bytes
