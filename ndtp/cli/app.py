@@ -78,12 +78,21 @@ def _fail(message: str, status: int) -> None:
 app = typer.Typer(
     name="ndtp",
     cls=CommandLine,
-    help="Tensor parallelism in one, two and three dimensions: check it, measure it, plan it.",
+    help="""Tensor parallelism in one, two and three dimensions: check it, measure it, plan it.
+
+    Example: ndtp plan --tokens 8192 --hidden 4096 --ffn 16384 --ranks 64
+    """,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-bench = typer.Typer(help="Benchmarks: volume, step, overlap, calibrate, gemm.", no_args_is_help=True)
+bench = typer.Typer(
+    help="""Benchmarks: volume, step, overlap, calibrate, gemm.
+
+    Example: ndtp bench step --grid z=2,x=2
+    """,
+    no_args_is_help=True,
+)
 app.add_typer(bench, name="bench", cls=CommandGroup)
 app.add_typer(show, name="show", cls=CommandGroup)
 

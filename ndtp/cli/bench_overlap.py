@@ -15,6 +15,7 @@ from ndtp.cli.common import (
     COUNT,
     COUNT_OR_NONE,
     PICTURES,
+    PRESETS,
     SIZE,
     JsonOption,
     console,
@@ -80,7 +81,7 @@ def overlap(
     ] = 1.0,
     blocks: Annotated[int, typer.Option(callback=COUNT, help="With --paced: residual blocks in a row.")] = 1,
     hardware: Annotated[
-        str, typer.Option(help="With --paced: the device whose ratio of arithmetic to memory counts.")
+        str, typer.Option(help=f"With --paced: the device whose ratio of arithmetic to memory counts. {PRESETS}.")
     ] = "h200-ib",
     trace: TraceOption = None,
     plot: TimelineOption = None,

@@ -14,6 +14,7 @@ from ndtp.algebra.grid import Grid
 from ndtp.cli.common import (
     COUNT,
     COUNT_OR_NONE,
+    PRESETS,
     SIZE,
     JsonOption,
     axis_sizes,
@@ -64,9 +65,7 @@ def step(
     together: Annotated[
         int | None, typer.Option(callback=COUNT, help="Steps before a device is waited for; default: 20, on CPUs 1.")
     ] = None,
-    hardware: Annotated[
-        str, typer.Option(metavar="NAME|FILE.toml", help="Predict for this; `ndtp bench calibrate` measures it.")
-    ] = "cpu",
+    hardware: Annotated[str, typer.Option(metavar="NAME|FILE.toml", help=f"Predict for this. {PRESETS}.")] = "cpu",
     compare: RivalsOption = None,
     json_file: JsonOption = None,
 ) -> None:

@@ -19,6 +19,7 @@ from ndtp.algebra.wire import Wire
 from ndtp.dtypes import SHORT, name_of
 from ndtp.errors import GridError
 from ndtp.planner.fields import Kind, Number, Word, finite, integer, reason, shown, unwritable
+from ndtp.planner.presets import FABRICS, MACHINES
 
 WIDTH, NARROW = 100, 80
 MAX_LOCAL_RANKS = 256  # processes on one machine; torchrun may have any number
@@ -132,6 +133,21 @@ WireOption = Annotated[
 ]  # fmt: skip
 
 PICTURES = (".png", ".svg", ".pdf")
+
+
+def _presets() -> str:
+    """Return the presets as the help of --hardware lists them: each device of several networks once."""
+    networks = [f"-{name}" for name in FABRICS]
+    names = [str(each["name"]) for each in MACHINES]
+    devices = dict.fromkeys(name.rpartition("-")[0] for name in names if "-" in name)
+    others = [name for name in names if "-" not in name]
+    return (
+        f"{', '.join(devices)} with {', '.join(networks)} behind it, like h100-ib; {', '.join(others)}; "
+        "or a profile of `ndtp bench calibrate`"
+    )
+
+
+PRESETS = _presets()
 
 
 def axis_sizes(text: str, option: str, axes: Sequence[str] | None = None) -> dict[str, int]:

@@ -12,6 +12,7 @@ from ndtp.algebra.wire import Wire
 from ndtp.cli.common import (
     COUNT,
     PICTURES,
+    PRESETS,
     JsonOption,
     WireOption,
     at_least,
@@ -23,10 +24,10 @@ from ndtp.cli.common import (
     write_json,
     writing,
 )
-from ndtp.cli.planned_model import model_as_dict, model_at, say_model
-from ndtp.dtypes import SHORT
+from ndtp.cli.planned_model import OF_BOTH, dtype_at, model_as_dict, model_at, say_model
 from ndtp.errors import GridError
 from ndtp.planner.fields import in_digits
+from ndtp.planner.training.practice import PRACTICES, RECOMPUTE
 
 if TYPE_CHECKING:
     from ndtp.planner.block_cost import Block
@@ -71,10 +72,10 @@ def plan(
         int | None, typer.Option(callback=COUNT, help="Sequences of a model's step, over all ranks. With --decode: 32.")
     ] = None,
     software: Annotated[
-        str, typer.Option(help="Whose kernels and overlap a model's step has: ndtp, megatron or torchtitan.")
+        str, typer.Option(help=f"Whose kernels and overlap a model's step has: {', '.join(PRACTICES)}.")
     ] = "ndtp",
     recompute: Annotated[
-        str, typer.Option(help="What a model's backward makes again: auto, none, selective, products, layer, full.")
+        str, typer.Option(help=f"What a model's backward makes again: {', '.join(('auto', *RECOMPUTE))}.")
     ] = "auto",
     decode: Annotated[
         bool, typer.Option("--decode", help="Plan of a --model the continuing of sequences, a token a step.")
@@ -85,10 +86,8 @@ def plan(
     ] = None,
     layers: Annotated[int | None, typer.Option(callback=SOME, help="How often the block is repeated.")] = None,
     objective: Annotated[str, typer.Option(help="Of a training step: time, volume or memory.")] = "time",
-    hardware: Annotated[
-        str, typer.Option(metavar="NAME|FILE.toml", help="A preset, or a profile of `ndtp bench calibrate`.")
-    ] = "h100-ib",
-    dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32 or fp64; fp8 of a model.")] = "bf16",
+    hardware: Annotated[str, typer.Option(metavar="NAME|FILE.toml", help=f"{PRESETS}.")] = "h100-ib",
+    dtype: Annotated[str, typer.Option(help=f"{', '.join(OF_BOTH)}; fp64 of a block, fp8 of a model.")] = "bf16",
     optimizer: Annotated[str, typer.Option(help="State in memory: adamw, momentum, sgd or none.")] = "adamw",
     memory_limit: Annotated[float | None, typer.Option(metavar="GIB", help="Of a rank.")] = None,
     tp_within_node: Annotated[bool, typer.Option("--tp-within-node", help="Keep x and y inside a node.")] = False,
@@ -153,7 +152,7 @@ def plan(
     out = console(json_file)
     if sizes is not None and model is not None and objective == "time":
         asked = Asked(
-            model, ranks, tokens, batch, sequence, hardware, {"fp8": "float8"}.get(dtype, SHORT.get(dtype, dtype)),
+            model, ranks, tokens, batch, sequence, hardware, dtype,
             software, recompute, optimizer, memory_limit, tp_within_node,
             axis_sizes(" ".join(fix or []), "--fix", (*STEP_AXES, "micro", "virtual")), Wire.of(wire),
         )  # fmt: skip
@@ -193,7 +192,8 @@ def plan(
     axes = EXPERT_AXES if any(block.experts for block in blocks) else AXES
     request = Request(
         blocks, ranks, Hardware.load(hardware), layers=layers if sizes is None and layers is not None else 1,
-        objective=objective, dtype=SHORT.get(dtype, dtype), optimizer=optimizer, memory_limit_gib=memory_limit,
+        objective=objective, dtype=dtype_at(dtype, "fp64", "a block"),
+optimizer=optimizer, memory_limit_gib=memory_limit,
         fixed=axis_sizes(" ".join(fix or []), "--fix", axes), tp_within_node=tp_within_node, pad=not no_pad,
         chunks=chunks, wire=Wire.of(wire), captured=not eager,
     )  # fmt: skip

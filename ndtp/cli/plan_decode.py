@@ -8,7 +8,7 @@ from rich.table import Table
 
 from ndtp.cli.common import print_table, writing
 from ndtp.cli.plan_model import Asked, config_of
-from ndtp.cli.planned_model import check_generates, config_file, length_at
+from ndtp.cli.planned_model import check_generates, config_file, dtype_at, length_at
 from ndtp.errors import GridError
 from ndtp.planner.fields import in_digits
 
@@ -43,7 +43,8 @@ def decode_question(asked: Asked, model: ModelSizes | CountedModel, batch: int |
         )
     check_generates(asked.path)
     return DecodeQuestion(
-        shape, BATCH if batch is None else batch, asked.ranks, Hardware.load(asked.hardware), asked.dtype,
+        shape, BATCH if batch is None else batch, asked.ranks, Hardware.load(asked.hardware),
+        dtype_at(asked.dtype, "fp8", "the decoding of a model"),
         asked.fixed, asked.memory_limit,
     )  # fmt: skip
 

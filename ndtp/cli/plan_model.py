@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ndtp.algebra.wire import Wire
 from ndtp.cli.common import print_table, writing
-from ndtp.cli.planned_model import check_generates, config_file, length_at
+from ndtp.cli.planned_model import check_generates, config_file, dtype_at, length_at
 from ndtp.errors import GridError
 from ndtp.planner.fields import in_digits
 
@@ -74,7 +74,7 @@ def question_of(asked: Asked, model: ModelSizes | CountedModel) -> Question | No
             f"plan: --tokens {tokens} are no whole sequences of {sequence}\n"
             f"  fix: --tokens {max(1, batch) * sequence}, or --sequence"
         )
-    practice = replace(PRACTICES[asked.software], dtype=asked.dtype, wire=asked.wire)
+    practice = replace(PRACTICES[asked.software], dtype=dtype_at(asked.dtype, "fp8", "a model's step"), wire=asked.wire)
     again = ("none", "layer") if asked.software == "ndtp" else ("none", "products", "layer")
     return Question(
         shape, batch, asked.ranks, Hardware.load(asked.hardware), practice,

@@ -5,13 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
+from ndtp.dtypes import SHORT
 from ndtp.errors import GridError
-from ndtp.planner.fields import in_digits
+from ndtp.planner.fields import in_digits, shown
 
 if TYPE_CHECKING:
     from ndtp.planner.block_cost import Block
     from ndtp.planner.model_sizes import CountedModel, ModelSizes
 
+OF_BOTH = ("bf16", "fp16", "fp32")  # dtypes that a block and the step of a whole model may have
+LONG = {**SHORT, "fp8": "float8"}
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length")
 UNKNOWN = 4096  # tokens of a sequence where nothing says how many there may be
 MOST_NAMED = 4  # of what lies beside the blocks
@@ -39,6 +44,23 @@ def model_at(path: str, layers: int | None) -> ModelSizes | CountedModel:
         if config.get("model_type") in families():
             sizes_of(config, what)  # which names the field
         raise
+
+
+def dtype_at(text: str, other: str, what: str) -> str:
+    """Return the long name of a --dtype.
+
+    Args:
+        other: the dtype that `what` is planned in, beside those of `OF_BOTH`.
+
+    Raises:
+        typer.BadParameter: another dtype.
+    """
+    names = (*OF_BOTH, other)
+    if (found := LONG.get(text, text)) not in {LONG[name] for name in names}:
+        raise typer.BadParameter(
+            f"{shown(text)} is no dtype that {what} is planned in; fix: one of {', '.join(names)}", param_hint="--dtype"
+        )
+    return found
 
 
 def config_file(path: str) -> str:

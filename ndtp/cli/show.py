@@ -12,6 +12,7 @@ from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.cli.common import (
+    PRESETS,
     JsonOption,
     at_least,
     axis_sizes,
@@ -34,7 +35,13 @@ if TYPE_CHECKING:
 MAX_RANKS = 4096
 GAP = 4  # between pictures side by side
 
-show = typer.Typer(help="Draw who holds what: a layout, a plan step by step, a schedule in time.", no_args_is_help=True)
+show = typer.Typer(
+    help="""Draw who holds what: a layout, a plan step by step, a schedule in time.
+
+    Example: ndtp show layout --grid z=2,x=2,y=2 --layout "(z y) x"
+    """,
+    no_args_is_help=True,
+)
 
 GridOption = Annotated[str, typer.Option("--grid", metavar="Z=2,X=2,..", help="Axes and sizes, slowest axis first.")]
 OutputOption = Annotated[
@@ -126,9 +133,7 @@ def show_schedule(
         int, typer.Option(callback=at_least(1), help="Pieces of rows whose collectives run beside products.")
     ] = 1,
     dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32 or fp64.")] = "bf16",
-    hardware: Annotated[
-        str, typer.Option(metavar="NAME|FILE.toml", help="Whose clocks: a preset, or a calibrated profile.")
-    ] = "h100-ib",
+    hardware: Annotated[str, typer.Option(metavar="NAME|FILE.toml", help=f"Whose clocks. {PRESETS}.")] = "h100-ib",
     eager: Annotated[bool, typer.Option("--eager", help="With the host's lane: no graph issues the step.")] = False,
     tasks: Annotated[bool, typer.Option("--tasks", help="List every task with its time as well.")] = False,
     output: OutputOption = None,

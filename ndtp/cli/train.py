@@ -20,6 +20,7 @@ from ndtp.algebra.wire import Wire
 from ndtp.cli.common import (
     COUNT,
     COUNT_OR_NONE,
+    PRESETS,
     JsonOption,
     WireOption,
     axis_sizes,
@@ -113,7 +114,7 @@ def train(
     wire: WireOption = None,
     dtype: Annotated[str, typer.Option(callback=dtype_of("float32", "float64", "bfloat16"))] = "float32",
     hardware: Annotated[
-        str, typer.Option(metavar="NAME", help="A preset like h100-ib or a .toml profile: logs utilisation, MFU.")
+        str, typer.Option(metavar="NAME|FILE.toml", help=f"Logs utilisation, MFU, of it. {PRESETS}.")
     ] = "",
     sample: Annotated[
         int, typer.Option(callback=must_be(Number(0, 2**16, integer=True)), help="Tokens of text to make at the end.")

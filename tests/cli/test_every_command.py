@@ -9,6 +9,8 @@ from rich.cells import cell_len
 from typer.testing import CliRunner
 
 from ndtp.cli.app import app
+from ndtp.planner.hardware import PRESETS
+from ndtp.planner.training.practice import PRACTICES, RECOMPUTE
 
 
 def commands(group=None, words=()):
@@ -46,6 +48,30 @@ def test_help_has_an_example_and_fits(words, columns):
     assert names and set(names) <= set(re.findall(r"--[\w-]+(?![\w…-])", result.stdout)), "cut short"
     assert f"Example: ndtp {' '.join(words)}" in " ".join(result.stdout.split())
     assert "--json" in result.stdout
+
+
+@pytest.mark.parametrize("words", [(), ("bench",), ("show",)], ids=" ".join)
+@pytest.mark.parametrize("columns", [60, 100])
+def test_help_of_a_group_has_an_example_that_it_takes(words, columns):
+    result = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": str(columns), "TERMINAL_WIDTH": None})
+    example = re.search(r"Example: ndtp ([^\u2500\u256d]*?)(?:\n\s*\n|\u256d|Options)", result.stdout)[1]
+    arguments = shlex.split(example)
+    name = max((name for name in COMMANDS if arguments[: len(name)] == [*name]), key=len)
+    assert name[: len(words)] == words
+    COMMANDS[name].make_context(" ".join(name), arguments[len(name) :])
+
+
+def test_help_lists_what_an_option_takes():
+    """From the tables that the commands read."""
+    takes, listed = {"--hardware": PRESETS, "--recompute": ("auto", *RECOMPUTE), "--software": PRACTICES}, []
+    for words, option in ((words, option) for words, command in COMMANDS.items() for option in command.params):
+        name, said = option.opts[0], {*re.findall(r"[\w-]+", getattr(option, "help", None) or "")}
+        if name in takes:
+            listed.append((" ".join(words), name))
+            for each in takes[name]:
+                device, _, network = each.partition("-")
+                assert each in said or {device, f"-{network}"} <= said, (words, name, each)
+    assert {("plan", "--hardware"), ("train", "--hardware"), ("plan", "--recompute")} <= {*listed}
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)

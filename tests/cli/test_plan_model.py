@@ -212,6 +212,13 @@ def test_one_long_sequence(ndtp, config):
         (("--ranks", "64", "--tokens", "8193"), "--tokens 8193 are no whole sequences of 8192"),
         (("--ranks", "64", "--software", "deepspeed"), "software='deepspeed'; it must be one of ndtp"),
         (("--ranks", "64", "--recompute", "some"), "recompute='some'; it must be one of auto"),
+        (
+            ("--ranks", "64", "--dtype", "fp64"),
+            "Invalid value for --dtype: 'fp64' is no dtype that a model's step is planned in; fix: one of bf16, fp16, "
+            "fp32, fp8",
+        ),
+        (("--ranks", "8", "--decode", "--dtype", "fp64"), "that the decoding of a model is planned in; fix: one of"),
+        (("--ranks", "8", "--objective", "memory", "--dtype", "fp8"), "fix: one of bf16, fp16, fp32, fp64"),
         (("--ranks", "64", "--dtype", "fp16", "--emit", "no.py"), "--emit writes no program for fp16"),
         (
             ("--ranks", "64", "--fix", "y=5"),
