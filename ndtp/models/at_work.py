@@ -86,7 +86,9 @@ def _noting(theirs: Any, name: str, mesh: GridLike, compiles: bool) -> Any:
         refuse_traces(theirs.__name__, exports=False)
         if compiles and torch.compiler.is_compiling():
             return method(self, *args, **kwargs)
-        rows: RootRows = vars(self)["ndtp_rows"]  # of this model: a copy has its own
+        rows: RootRows | None = vars(self).get("ndtp_rows")  # of this model: a copy has its own
+        if rows is None:  # code has made another model of this class, as a slice of `nn.Sequential` is one
+            return method(self, *args, **kwargs)
         running = rows.frame.running
         if is_synced and rows.axes:
             _refuse_drafts(theirs.__name__, self, kwargs)
