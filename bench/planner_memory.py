@@ -23,9 +23,10 @@ import transformers
 import ndtp
 import ndtp.testing
 from ndtp.ops.memory import LiveBytes
-from ndtp.planner.training import Splits, Transformer
 from ndtp.planner.training.memory import StepMemory, memory
 from ndtp.planner.training.practice import PRACTICES
+from ndtp.planner.training.splits import Splits
+from ndtp.planner.training.transformer import Transformer
 
 GRIDS = {
     "1d-sp y=4": {"x": 4}, "3d z=2 y=2": {"z": 2, "y": 2}, "2d x=2 y=2": {"x": 2, "y": 2}, "3d z=4": {"z": 4},

@@ -32,10 +32,12 @@ else:
 from ndtp.errors import GridError
 from ndtp.planner.hardware import Hardware
 from ndtp.planner.model_sizes import Mixture
-from ndtp.planner.training import Practice, Splits, StepTime, TrainingJob, Transformer
 from ndtp.planner.training.choose import Question, choose
 from ndtp.planner.training.memory import memory
-from ndtp.planner.training.splits import RANK_ORDERS
+from ndtp.planner.training.practice import Practice
+from ndtp.planner.training.splits import RANK_ORDERS, Splits
+from ndtp.planner.training.step import StepTime, TrainingJob
+from ndtp.planner.training.transformer import Transformer
 
 DATA = Path(__file__).with_suffix(".toml")
 BLIND = DATA.with_name("published_blind.toml")  # tables that were read when the model had been finished

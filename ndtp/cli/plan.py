@@ -192,8 +192,8 @@ def plan(
     axes = EXPERT_AXES if any(block.experts for block in blocks) else AXES
     request = Request(
         blocks, ranks, Hardware.load(hardware), layers=layers if sizes is None and layers is not None else 1,
-        objective=objective, dtype=dtype_at(dtype, "fp64", "a block"),
-optimizer=optimizer, memory_limit_gib=memory_limit,
+        objective=objective, dtype=dtype_at(dtype, "fp64", "a block"), optimizer=optimizer,
+        memory_limit_gib=memory_limit,
         fixed=axis_sizes(" ".join(fix or []), "--fix", axes), tp_within_node=tp_within_node, pad=not no_pad,
         chunks=chunks, wire=Wire.of(wire), captured=not eager,
     )  # fmt: skip

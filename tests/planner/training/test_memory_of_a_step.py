@@ -8,9 +8,10 @@ import pytest
 from turns import by_turns
 
 import ndtp.testing
-from ndtp.planner.training import Splits, Transformer
 from ndtp.planner.training.memory import memory
 from ndtp.planner.training.practice import PRACTICES, Practice
+from ndtp.planner.training.splits import Splits
+from ndtp.planner.training.transformer import Transformer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "bench"))
 

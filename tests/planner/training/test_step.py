@@ -8,10 +8,12 @@ import pytest
 from ndtp.algebra.wire import Wire
 from ndtp.planner.hardware import Hardware, Link
 from ndtp.planner.model_config import Mixture
-from ndtp.planner.training import Practice, Splits, TrainingJob, Transformer
 from ndtp.planner.training.choose import Question, choose
+from ndtp.planner.training.practice import Practice
 from ndtp.planner.training.reasons import limits, why
-from ndtp.planner.training.splits import RANK_ORDERS
+from ndtp.planner.training.splits import RANK_ORDERS, Splits
+from ndtp.planner.training.step import TrainingJob
+from ndtp.planner.training.transformer import Transformer
 
 MACHINE = Hardware(
     "test", 8, Link(100.0, 0.0, 0.0), Link(10.0, 0.0, 0.0), {"bfloat16": 100.0, "float8": 200.0}, gemm_half=0.0,
