@@ -27,6 +27,7 @@ from ndtp.models.noted import Noted, settle
 from ndtp.runtime.default_group import OwnRows
 from ndtp.runtime.grid_like import GridLike
 from ndtp.runtime.memories import refuse_later_writes
+from ndtp.split.same_rows import note_rows
 
 _DRAFTS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")  # options of `generate`
 
@@ -119,6 +120,7 @@ def _noting(theirs: Any, name: str, mesh: GridLike, compiles: bool) -> Any:
                 rows.frame.forget_shared()
         if not running:
             settle(given)
+            note_rows(rows.mesh, rows.axes, given)
             if name == "generate":
                 compare_generated(self, given)
         if reads.read:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from typing import Any
+from weakref import ref
 
 
 class _AtWork(threading.local):
@@ -14,12 +16,14 @@ class _AtWork(threading.local):
         asked: how often the group of rows was asked for.
         gathered: for each function that runs with the whole of a split tensor, its grid, and along which axes ranks
             have rows of their own.
+        given: of the last results of models: a reference to the grid, these axes, and how many rows there are.
     """
 
     def __init__(self) -> None:
         self.models: list[Any] = []
         self.asked = 0
         self.gathered: list[Any] = []
+        self.given: deque[tuple[ref[object], tuple[str, ...], int]] = deque(maxlen=8)
 
 
 AT_WORK = _AtWork()

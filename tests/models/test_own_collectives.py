@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed.nn.functional as dist_nn
 import torch.nn.functional as F
 from products import mesh_of
 from torch import Tensor, nn
+from transformers import BertConfig, BertModel
 
 import ndtp
 from ndtp import Grid
@@ -224,3 +226,31 @@ def test_ranks_that_have_the_same_rows_are_told_from_others(ranks, way):
         assert "fix: group=mesh.group(('dp',))" in said
     if way == "function":  # torch's own differentiable gather fails in subgroups of gloo
         assert ranks(4).run(check_loss_outside, Grid(dp=2, x=2), way, ("dp",)) == [[]] * 4
+
+
+def check_pooled_outside(grid: Grid) -> list[str]:
+    """Hidden states of a recognised model become plain tensors as soon as code pools them."""
+    ids = torch.arange(24).view(4, 6)
+    config = BertConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    mesh = mesh_of(grid)
+    same_rows._TOLD.clear()  # of other tests on these ranks
+    model = ndtp.parallelize(BertModel(config), mesh, scheme="3d").eval()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        hidden = model(input_ids=ids).last_hidden_state.mean(1)
+        for mine in (torch.ones(3, 16), torch.ones(4), torch.ones(4, 16, dtype=torch.int64)):  # not the model's rows
+            dist.all_gather([torch.zeros_like(mine) for _ in range(grid.num_ranks)], mine)
+        dist.all_gather_into_tensor(torch.zeros(2 * grid.num_ranks, 5), torch.ones(2, 5))
+        assert not [each for each in caught if "takes rows" in str(each.message)]
+        assert type(hidden) is Tensor
+        for _ in range(2):
+            parts = dist_nn.all_gather(hidden)
+        dist.all_gather_into_tensor(torch.zeros(8 * grid.num_ranks, 16), torch.cat([parts[0], parts[0]]).detach())
+    return [str(each.message) for each in caught if "takes rows" in str(each.message)]
+
+
+def test_what_is_pooled_of_a_recognised_model_is_known_by_its_rows(ranks):
+    for one, two in ranks(2).run(check_pooled_outside, Grid(x=2)):
+        assert "all_gather over 2 ranks takes rows of a split model 2 times: ranks that differ along x" in one
+        assert re.search("all_gather_(into_tensor|single) over 2 ranks", two)  # torch 2.13 calls one by the other
+    assert ranks(2).run(check_pooled_outside, Grid(dp=2)) == [[], []]
