@@ -1,4 +1,4 @@
-"""The process grid of a model where the user gives none: all ranks as one axis, or what the planner chooses."""
+"""The process grid of a model where the user gives none: all ranks on a scheme's axes, or what the planner chooses."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from ndtp.runtime.process_grid import ProcessGrid
 
 
 def mesh_of_all_ranks(scheme: str, axes: Sequence[str] | None, wire: GivenWire) -> ProcessGrid:
-    """The mesh where none is given: all ranks as one axis, where a scheme has but one."""
-    if scheme not in ("1d", "1d-sp"):
-        raise LayoutError(
-            f"parallelize: no mesh is given, and scheme {scheme!r} does not say how many ranks its axes have\n  fix: "
-            "parallelize(model, ndtp.Grid(x=2, y=2)), whose sizes multiply to the number of ranks; scheme='1d', which "
-            "takes all ranks as one axis; or scheme='auto' with tokens=, the rows of a step"
-        )
+    """The mesh where none is given: all ranks on the axes of a scheme."""
+    names = tuple(axes or {"1d": "x", "2d": "xy", "3d": "xyz"}[scheme[:2]])
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    return ProcessGrid(Grid({axes[0] if axes else "x": ranks}), wire=wire)
+    return ProcessGrid(even_grid(ranks, names[2:] + names[:2]), wire=wire)
+
+
+def even_grid(num_ranks: int, names: Sequence[str]) -> Grid:
+    """The grid over the named axes whose largest is smallest; of equal ones, that with the larger sizes last."""
+    grids = Grid.all(num_ranks, names)
+    return min(grids, key=lambda grid: (sorted(grid.shape, reverse=True), grid.shape))
 
 
 def best_for_products(

@@ -110,8 +110,8 @@ def parallelize(
             all others stay whole.  Rows that axes split in both activations and that split no weight stay split
             outside.  Or what `ndtp.plan` returns, which gives the scheme and the axes of experts.
         mesh: a `ProcessGrid`; or a `Grid` or a `DeviceMesh` with named dims, of which one is made, which is in
-            `model.ndtp_report.mesh`.  It may be left out with scheme="auto", which takes the best grid
-            of all ranks, and with "1d" or "1d-sp", which take all ranks as one axis.
+            `model.ndtp_report.mesh`.  Where it is left out, all ranks are on the scheme's axes, whose sizes are as
+            equal as their number allows; scheme="auto" takes the best grid of all ranks.
         scheme, axes: as for `ndtp.nn.MLP`; "auto" takes the layouts by which a step on `mesh` takes least.
         tokens, hardware: what "auto" plans for: rows of a step, and a preset or profile of `ndtp.planner.hardware`.
             By a profile that was measured (`ndtp bench calibrate`) numbers of chunks are chosen, too.
@@ -190,6 +190,7 @@ def parallelize(
         return rechecked(model, recheck)
     if mesh is None and scheme != "auto":
         mesh = mesh_of_all_ranks(scheme, axes, wire)
+        report.planned = f"no mesh was given: all ranks on grid {mesh.grid}"
     known_buffers(expert_buffers, "parallelize")
     options: dict[str, Any] = {"regather": regather, "chunks": chunks}
     further = {"pad": pad, "fuse": fuse, "attention": attention, "double_backward": double_backward}

@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ndtp
 from ndtp import Grid, GridError, LayoutError, ProcessGrid
+from ndtp.models.chosen_meshes import even_grid
 
 
 def pair():
@@ -18,17 +19,25 @@ def check_given():
     x = torch.randn(2, 4, generator=torch.Generator().manual_seed(1))
     expected = pair()(x)
     named = init_device_mesh(torch.get_default_device().type, (2,), mesh_dim_names=("x",))
-    for mesh in (Grid(x=2), ProcessGrid(Grid(x=2)), named, None):  # left out: all ranks are one axis
+    for mesh in (Grid(x=2), ProcessGrid(Grid(x=2)), named, None):  # left out: all ranks
         model = ndtp.parallelize(pair(), mesh, scheme="1d")
         torch.testing.assert_close(model(x), expected)
         assert model[0].mesh.grid["x"] == 2
     for mesh in (Grid(x=2), named):
         with pytest.raises(GridError, match="once, and give it to all modules"):
             ndtp.nn.MLP(4, 8, mesh=mesh, scheme="1d")
-    with pytest.raises(LayoutError, match=r"no mesh is given, and scheme '2d' .*\n  fix: .*scheme='1d'"):
-        ndtp.parallelize(pair(), scheme="2d")
+    model = ndtp.parallelize(pair())
+    torch.testing.assert_close(model(x), expected)
+    assert "no mesh was given: all ranks on grid z=1 x=1 y=2" in str(model.ndtp_report)
     with pytest.raises(GridError, match="mesh_dim_names="):
         ndtp.parallelize(pair(), init_device_mesh(torch.get_default_device().type, (2,)), scheme="1d")
+
+
+@pytest.mark.parametrize(
+    "count, shape", [(1, (1, 1, 1)), (2, (1, 1, 2)), (6, (1, 2, 3)), (8, (2, 2, 2)), (12, (2, 2, 3))]
+)
+def test_all_ranks_lie_evenly_on_the_axes_of_a_scheme(count, shape):
+    assert even_grid(count, ("z", "x", "y")).shape == shape
 
 
 def test_what_may_be_given(ranks):
