@@ -143,10 +143,6 @@ PATCHES: dict[str, Patch] = {
         "as for the list of optimizers: clip_grad_norm_",
         "as for the list of optimizers",
     ),
-    "torch.serialization.add_safe_globals": Patch(
-        "a file of torch.save with parameters of a grid would be refused by torch.load(weights_only=True)",
-        "torch asks a class of tensors which functions make it again",
-    ),
     "torch.utils.swap_tensors": Patch(
         "model.to swaps the memory of a parameter, and hooks stay with the memory that has gone",
         "torch moves the hooks of swapped tensors",

@@ -39,6 +39,7 @@ FIXES = (
     ("what", "the same calls in the same order on every rank"),
 )  # fmt: skip
 ELSEWHERE = (
-    "the same calls in the same order on every rank.  What reads, prints or adds up a split tensor (logits, hidden "
-    "states, weights) is a collective: call it on every rank, and print what it gives on one"
+    "the same calls in the same order on every rank.  What reads, prints, adds up or pickles a split tensor (logits, "
+    "hidden states, weights, torch.save of a state) is a collective: call it on every rank, and print what it "
+    "gives, or write the file (os.devnull on the others), on one"
 )

@@ -41,10 +41,10 @@ def on_every_rank(x: Tensor, like: Any) -> Any:
 
 
 @torch.no_grad()
-def full_of(x: Any) -> Tensor:
-    """The whole without padding, on every rank; a collective."""
+def full_of(x: Any, what: str = "whole") -> Tensor:
+    """The whole without padding, on every rank; a collective, of which errors say what it is."""
     own = getattr(x, "_dtensor", x).detach()  # or torch 2.11 has no rule for what autograd does of it
-    with NamedRead(own, "whole", getattr(x, "ndtp_name", "")):
+    with NamedRead(own, what, getattr(x, "ndtp_name", "")):
         # Gloo has no integers of 16 bits.
         whole = own.full_tensor() if own.dtype is not torch.int16 else own.int().full_tensor().short()
     return dense_part(whole, getattr(x, "ndtp_real", whole.shape))

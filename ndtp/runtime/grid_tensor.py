@@ -268,12 +268,19 @@ class GridTensor(torch.Tensor):
             made.grad = self.grad.clone()
         return made
 
+    def __copy__(self) -> object:
+        made = GridTensor(self._dtensor, self.requires_grad, self.ndtp_real)
+        made.ndtp_name = self.ndtp_name
+        if getattr(self, "_is_param", False):
+            vars(made)["_is_param"] = True
+        return made
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        own = {"_is_param": True} if getattr(self, "_is_param", False) else {}
-        is_computed = not own and not self.is_padded and getattr(self, "ndtp_is_read", False)
-        if is_computed and all(each.is_replicate() for each in self.placements):
-            return self._local_tensor.detach().__reduce_ex__(protocol)  # what code has computed, as of dense ones
-        return _rebuilt, (self._dtensor, self.requires_grad, tuple(self.ndtp_real), self.ndtp_name, own)
+        """A pickle has the whole tensor in host memory, as the dense one's; gathering it is a collective."""
+        whole = full_of(self, "pickle").cpu()
+        if getattr(self, "_is_param", False):
+            return nn.Parameter(whole, self.requires_grad).__reduce_ex__(protocol)
+        return whole.requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:  # type: ignore[override]
@@ -308,16 +315,6 @@ def _as_operated(find: Callable[[Any, type], Any]) -> Callable[[Any, type], Any]
 replaced("torch._library.simple_registry.GenericTorchDispatchRuleHolder.find", _as_operated)
 
 
-def _rebuilt(dtensor: object, requires_grad: bool, real: Any, name: str, own: object) -> Any:
-    """Return the tensor that a file has of one; `weights_only=True` reads it."""
-    made = GridTensor(dtensor, bool(requires_grad), torch.Size(real))
-    made.ndtp_name = name
-    if own:
-        vars(made)["_is_param"] = True
-    return made
-
-
-in_place("torch.serialization.add_safe_globals")([_rebuilt])
 for _types in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
     in_place(f"{_types}._foreach_supported_types").append(GridTensor)
 

@@ -1,5 +1,6 @@
 """One rank does something else: every rank names it, with both sides, before a number is wrong or anybody waits."""
 
+import io
 import math
 import re
 from types import SimpleNamespace
@@ -125,6 +126,10 @@ def numbers_of(x):
     return x.tolist()
 
 
+def saved(x):
+    torch.save({"model": x.detach()}, io.BytesIO())
+
+
 def reads_a_parameter_alone(read):
     """As above, of a parameter, before the first call."""
     mesh = ProcessGrid(Grid(x=2), timeout=60)
@@ -140,7 +145,7 @@ def reads_a_parameter_alone(read):
     return read(weight)
 
 
-@pytest.mark.parametrize("read", [sum_of, whole_of, numbers_of], ids=["a sum", "the whole", "numbers"])
+@pytest.mark.parametrize("read", [sum_of, whole_of, numbers_of, saved], ids=["a sum", "the whole", "numbers", "a file"])
 def test_a_parameter_that_one_rank_alone_reads_is_named(ranks, read):
     _, said = ranks(2).run(reads_a_parameter_alone, read)
     assert re.search(r"rank 0 is in \w+ of up.weight \(read\) over axis x, which rank 1 has not begun", said), said
