@@ -1,9 +1,15 @@
-"""The errors that ndtp raises. Bad input is a `ValueError`; a peer that fails is a `RuntimeError`.
+"""The errors that ndtp raises, and its warnings. Bad input is a `ValueError`; a peer that fails is a `RuntimeError`.
 
 Messages name the op, the tensor, the sizes and the fix.  They depend on global facts only, so every rank says the same.
 """
 
 from __future__ import annotations
+
+import os
+import sys
+import warnings
+
+_OWN = os.path.dirname(__file__) + os.sep
 
 
 class GridError(ValueError):
@@ -56,3 +62,12 @@ class RangeError(ValueError, IndexError):
 
 class CheckpointError(ValueError):
     """Files that cannot be loaded into a model: not there, cut short, or of another model."""
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn of the line that runs: the first one outside of ndtp and torch, a user's or that of a library's model."""
+    torch = os.path.dirname(getattr(sys.modules.get("torch"), "__file__", None) or _OWN) + os.sep
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_OWN, torch)):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, category, stacklevel=level)

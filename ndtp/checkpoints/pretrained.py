@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
@@ -24,6 +23,7 @@ from ndtp.checkpoints.export_folder import ExportFolder
 from ndtp.checkpoints.folder import Written
 from ndtp.checkpoints.pieces import Staged, Whole, whole_of
 from ndtp.checkpoints.safetensors_file import BLOCK_BYTES, Writer
+from ndtp.errors import warn
 from ndtp.models.placing import stock_model
 from ndtp.models.saving import blocks
 from ndtp.models.state_entries import Entry
@@ -77,7 +77,7 @@ def save_pretrained(
         f"save_pretrained: the tokenizer is not in {folder}",
     )
     if advice:
-        warnings.warn(advice, stacklevel=2)
+        warn(advice)
 
 
 def _save_layers(whole: Whole, folder: Path, dtype: torch.dtype | None, file_bytes: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ from ndtp.checkpoints.optimizer_state import Kept, fresh_state, kept_by, names_i
 from ndtp.checkpoints.parts import Part
 from ndtp.checkpoints.pieces import Piece, Staged, Whole, whole_of
 from ndtp.checkpoints.safetensors_file import NAMES, Writer
-from ndtp.errors import CheckpointError
+from ndtp.errors import CheckpointError, warn
 from ndtp.models.state_entries import replaced, tensors_of
 from ndtp.runtime.crew import failure_of
 from ndtp.runtime.facts import digest
@@ -152,11 +151,10 @@ class Saving:
             return
         first, *others = (json.loads(text) for text in by_rank.values())
         keys = sorted({key for each in others for key in {*first, *each} if first.get(key) != each.get(key)})
-        warnings.warn(
+        warn(
             f"ndtp.checkpoint.save: {self.folder}: ranks have other values in extra: {', '.join(map(repr, keys))}; "
             f"those of rank {min(by_rank)} are written, and every rank is given them by load\n"
-            "  fix: the same extra on every rank; what each has of its own, in a list of all of them",
-            stacklevel=4,
+            "  fix: the same extra on every rank; what each has of its own, in a list of all of them"
         )
 
     def start(self) -> None:

@@ -10,9 +10,10 @@ import contextlib
 import json
 import os
 import time
-import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from ndtp.errors import warn
 
 LENGTH = 512  # of the last collectives that are kept
 LEFT = 16  # of those that were left to the device and are told to others
@@ -128,7 +129,7 @@ class Flight:
             path.unlink()
         except OSError as error:
             why = f"no record of collectives can be written there: {error.strerror}"
-            warnings.warn(f"ndtp: {FOLDER}={folder}: {why}", RuntimeWarning, stacklevel=3)
+            warn(f"ndtp: {FOLDER}={folder}: {why}", RuntimeWarning)
 
     def write(self, reason: str = "", folder: str | None = None) -> str | None:
         """Write the ring to the folder, or to the one that the environment names.  Returns its path.

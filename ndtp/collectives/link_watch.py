@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections import deque
 from collections.abc import Mapping
 
@@ -11,6 +10,7 @@ from ndtp.collectives.link_verdict import LEAST_SENT, BadLink, OwnLinks, bad_lin
 from ndtp.collectives.links import PeerLink, ask_peers, own_links
 from ndtp.collectives.notices import Notices
 from ndtp.collectives.places import Places
+from ndtp.errors import warn
 
 LOOK_S = 5.0  # of up to 64 ranks; more look less often
 KEPT, MOST_KEPT = 6, 24  # looks, over which segments are counted; the second of a link that sends few
@@ -66,7 +66,7 @@ class LinkWatch:
         for each in self.bad(seen):
             kind = "gone" if each.is_gone else "slow"
             if store.is_first_to_tell(f"{kind} link {each.ranks} {each.peers if len(each.ranks) > 1 else ''}"):
-                warnings.warn(f"ndtp: {self.sentence(each)}", RuntimeWarning, stacklevel=2)
+                warn(f"ndtp: {self.sentence(each)}", RuntimeWarning)
 
     def read(self, store: Notices) -> dict[int, OwnLinks]:
         """Hear what the others have seen."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterable
 from datetime import timedelta
 from functools import cache
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 from ndtp.collectives.buffer_ring import Allocate
-from ndtp.errors import GridError
+from ndtp.errors import GridError, warn
 
 ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
@@ -55,10 +54,9 @@ def keep_order() -> None:
         why = f"NCCL {'.'.join(map(str, version))} with CUDA {cuda} does not keep it (2.26 with 12.3 does)"
     else:
         return
-    warnings.warn(
+    warn(
         f"ndtp: collectives of several communicators may execute in another order than they are issued: {why}; "
-        f"max_ctas keeps them from filling the device\n  fix: import ndtp before init_process_group, with a new NCCL",
-        stacklevel=2,
+        f"max_ctas keeps them from filling the device\n  fix: import ndtp before init_process_group, with a new NCCL"
     )
 
 

@@ -6,10 +6,10 @@ communicators, and GEMMs beside them, on all of their multiprocessors would wait
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Hashable
 
 from ndtp.algebra.grid import Grid
+from ndtp.errors import warn
 
 LATER = 3  # communicators over several axes for which room is left, on grids of as many axes: most steps have no more
 
@@ -75,8 +75,7 @@ class ThreadBlocks:
 
     def _tell(self) -> None:
         many, taken = len(self.by_communicator), self.taken
-        warnings.warn(
+        warn(
             f"ndtp: the {many} communicators of a grid can take {taken} multiprocessors together, more than the "
-            f"{self.quarter} that are a quarter of this device\n  fix: a grid of fewer axes",
-            stacklevel=2,
+            f"{self.quarter} that are a quarter of this device\n  fix: a grid of fewer axes"
         )

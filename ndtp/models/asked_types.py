@@ -8,12 +8,12 @@ from __future__ import annotations
 import dis
 import inspect
 import types
-import warnings
 from collections.abc import Iterator
 from itertools import takewhile
 
 from torch import nn
 
+from ndtp.errors import warn
 from ndtp.models.forward_code import function_below, parts_of
 
 _REACH = 10  # instructions from `type` to `Tensor`
@@ -28,11 +28,10 @@ def warn_of_asked_types(model: nn.Module) -> None:
             if (code, line) in told:
                 continue
             told.add((code, line))
-            warnings.warn(
+            warn(
                 f"ndtp: the code of {kind.__name__} compares a type with torch.Tensor ({code.co_filename}, "
                 f"line {line}); what a split layer gives is of a class that derives from it, so that this code may go "
-                "another way than in the dense model\n  fix: isinstance(x, torch.Tensor)",
-                stacklevel=3,
+                "another way than in the dense model\n  fix: isinstance(x, torch.Tensor)"
             )
 
 

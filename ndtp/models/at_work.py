@@ -11,10 +11,11 @@ import inspect
 import types
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, _GeneratorContextManager, contextmanager, nullcontext
+from operator import is_
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ndtp.compute.traces import refuse_traces
 from ndtp.errors import LayoutError
@@ -26,6 +27,7 @@ from ndtp.models.made_classes import made_class
 from ndtp.models.noted import Noted, settle
 from ndtp.runtime.default_group import OwnRows
 from ndtp.runtime.grid_like import GridLike
+from ndtp.runtime.grid_tensor import KINDS
 from ndtp.runtime.memories import refuse_later_writes
 from ndtp.split.same_rows import note_rows
 
@@ -96,6 +98,8 @@ def _noting(theirs: Any, name: str, mesh: GridLike, compiles: bool) -> Any:
             kwargs["synced_gpus"] = True  # ranks whose rows have ended call on until all others' have
         if name != "forward" and running:  # called by what notes already
             return method(self, *args, **kwargs)
+        if not running:
+            args, kwargs = tuple(map(_plain, args)), {key: _plain(value) for key, value in kwargs.items()}
         reads = CodeReads()
         reads.wants_inputs = not running and wants_gradients(args, kwargs)  # the root's are asked for
         if not running and not torch.compiler.is_compiling():
@@ -128,6 +132,24 @@ def _noting(theirs: Any, name: str, mesh: GridLike, compiles: bool) -> Any:
         return given
 
     return run
+
+
+def _plain(given: Any) -> Any:
+    """Return an argument, in which what code has made of parameters of the grid is plain tensors of the whole.
+
+    A state of a recurrent model often is: `next(model.parameters()).new_zeros(...)`.
+    """
+    if type(given) is Tensor:
+        return given
+    if isinstance(given, KINDS):
+        return given if isinstance(given, nn.Parameter) else given.full_tensor()
+    if type(given) in (tuple, list):
+        made = [*map(_plain, given)]
+        return given if all(map(is_, made, given)) else type(given)(made)
+    if type(given) is dict:
+        changed = {key: _plain(value) for key, value in given.items()}
+        return given if all(map(is_, changed.values(), given.values())) else changed
+    return given
 
 
 def _refuse_drafts(who: str, model: nn.Module, given: dict[str, Any]) -> None:

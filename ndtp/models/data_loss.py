@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from ndtp.algebra.layout import Layout
 from ndtp.compute.torch_calls import Arguments, Keywords
-from ndtp.errors import LayoutError
+from ndtp.errors import LayoutError, warn
 from ndtp.models.frame import Frame
 from ndtp.models.loss_terms import Term, slopes, terms_of
 from ndtp.ops.products import relayout
@@ -120,10 +119,9 @@ class DataLoss:
         return wanted[:, 0] if wanted.numel() else every.new_full((ranks,), 1 / ranks)
 
     def _warn(self) -> None:
-        warnings.warn(
+        warn(
             f"ndtp: the loss of {self.name} has a sum of which it is not known what it is divided by; the loss is "
-            "averaged over the data-parallel ranks, as if it were a mean over rows",
-            stacklevel=2,
+            "averaged over the data-parallel ranks, as if it were a mean over rows"
         )
 
 

@@ -8,7 +8,6 @@ the layers are put on the grid, in place, and the call goes on.
 from __future__ import annotations
 
 import copy
-import warnings
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ndtp.errors import LayoutError
+from ndtp.errors import LayoutError, warn
 from ndtp.models.held import Held
 from ndtp.models.made_classes import made_class
 from ndtp.models.observation import observe_call
@@ -101,7 +100,7 @@ class FirstCall:
             )
         if not self.is_told:
             self.is_told = True
-            warnings.warn(f"ndtp: {said}\n  fix: {fix}", stacklevel=2)
+            warn(f"ndtp: {said}\n  fix: {fix}")
 
     def settle(self, args: Any, kwargs: Any) -> None:
         """Split the model by what a call of it shows.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.stationary import WHOLE_ROWS
+from ndtp.errors import warn
 from ndtp.models.fused_order import order_of
 from ndtp.models.whole_gains import Gains
 from ndtp.runtime.of_turn import OfTurn
@@ -124,10 +124,7 @@ class Frame:
         """Note that an operation takes the whole of a split tensor, and warn the first time."""
         key = f"{who} of what '{passage.came_from}' gave"
         if key not in self.gathered and passage.loud:
-            warnings.warn(
-                f"ndtp: {who} takes the whole {passage}, from '{passage.came_from}', which is gathered for it",
-                stacklevel=5,
-            )
+            warn(f"ndtp: {who} takes the whole {passage}, from '{passage.came_from}', which is gathered for it")
         self.gathered[key] = self.gathered.get(key, 0) + 1
 
     @property

@@ -7,7 +7,6 @@ embeddings) round otherwise in every run, and so the copies of a weight drift ap
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -18,6 +17,7 @@ from torch import Tensor
 from ndtp.collectives.in_line import real
 from ndtp.collectives.labels import Label
 from ndtp.collectives.watch import Watch
+from ndtp.errors import warn
 from ndtp.runtime.arrival import local_of
 
 if TYPE_CHECKING:
@@ -65,11 +65,10 @@ def brought_together(mesh: ProcessGrid, named: Sequence[tuple[str, Tensor]], axe
     apart = [name for (name, _, _), distance in zip(copies, distances, strict=True) if distance]
     if mesh.rank == 0 and apart:
         more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
-        warnings.warn(
+        warn(
             f"ndtp: ranks' copies of '{apart[0]}'{more} have drifted apart by up to {max(distances):.1e}, as they do "
             "by kernels without a fixed order of sums, or by other inputs; all go on with those of the first rank\n"
-            "  fix: torch.use_deterministic_algorithms(True), with which copies stay the same to the bit",
-            stacklevel=2,
+            "  fix: torch.use_deterministic_algorithms(True), with which copies stay the same to the bit"
         )
     return True
 

@@ -11,7 +11,6 @@ Training".
 from __future__ import annotations
 
 import json
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -22,7 +21,7 @@ from torch import nn
 
 from ndtp.algebra.steps import Step
 from ndtp.collectives.conversation import Conversation
-from ndtp.errors import MismatchError
+from ndtp.errors import MismatchError, warn
 from ndtp.ops.moving import way_of
 from ndtp.runtime.arrival import local_of
 from ndtp.runtime.facts import SUMMARY, Fact
@@ -151,9 +150,8 @@ def _form_of(held: PartialSum) -> dict[str, object]:
 
 def warn_of(name: str, model: str, rows: Sequence[str]) -> None:
     """Warn of ranks that do not all use the same layers."""
-    warnings.warn(
+    warn(
         f"ndtp: ranks with rows of their own used other layers of {model}, such as that of '{name}': the sums of its "
         f"gradients over {' '.join(rows)} waited for the end of backward, where nothing hides them; a layer that is "
-        "called without rows, layer(x[mask]), keeps them in step",
-        stacklevel=2,
+        "called without rows, layer(x[mask]), keeps them in step"
     )

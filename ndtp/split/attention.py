@@ -6,7 +6,6 @@ Where sequences are split, queries meet keys in one of three ways, see `ndtp.alg
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -20,7 +19,7 @@ from ndtp.algebra.ring_plan import RingPlan
 from ndtp.compute.partial_attention import causal_attention
 from ndtp.compute.torch_calls import TorchFunction
 from ndtp.compute.traces import is_autocast_on
-from ndtp.errors import LayoutError
+from ndtp.errors import LayoutError, warn
 from ndtp.ops.ring_attention import ring_attention
 from ndtp.split.moving import brought, moved
 from ndtp.split.repeated import once
@@ -178,10 +177,9 @@ def _way(query: SplitTensor, key: Any, value: Any, mask: Any, is_causal: bool) -
         way = "gather"
     if way == "ring" and not is_open:
         if asked == "ring" and "ring" not in spec.context.gathered:
-            warnings.warn(
+            warn(
                 "ndtp: attention='ring' takes masks of booleans; keys and values are gathered for one that is added to "
-                "scores",
-                stacklevel=6,
+                "scores"
             )
             spec.context.gathered["ring"] = 0
         way = "gather"

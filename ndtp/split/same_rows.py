@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +20,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from ndtp.collectives.torch_patches import replaced
+from ndtp.errors import warn
 from ndtp.runtime.at_work import AT_WORK, at_work
 from ndtp.runtime.grid_like import GridLike
 from ndtp.split.tensor import name_of
@@ -110,9 +110,8 @@ def _look(name: str, group: Any, mesh: Any, axes: Sequence[str]) -> None:
         told.add(name)
         alike = " ".join(axis for axis in mesh.grid.nontrivial(tuple(mesh.grid)) if axis not in axes)
         fix = f"group=mesh.group({tuple(axes)!r})" if axes else "without this collective, as every rank has all rows"
-        warnings.warn(
+        warn(
             f"ndtp: {name} over {len(members)} ranks takes rows of a split model {times} times: ranks that differ "
             f"along {alike} of grid {mesh.grid} have the same ones\n  fix: {fix}; in the model's own forward ndtp "
-            "takes the ranks that have other rows",
-            stacklevel=4,
+            "takes the ranks that have other rows"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import Layout
+from ndtp.errors import warn
 from ndtp.runtime.process_grid import ProcessGrid
 
 Axes = tuple[str, ...]
@@ -58,10 +58,9 @@ class Context:
         """Record that a function takes the whole of a split tensor, and warn of it once."""
         key = f"{who} of what '{spec.origin}' gave"
         if not any(known.startswith(f"{who} of what ") for known in self.gathered):
-            warnings.warn(
+            warn(
                 f"ndtp: {who} has no rule for {spec}, which '{spec.origin}' gave, and takes it whole, gathered\n"
-                "  fix: ndtp.register_rule, see docs/models.md",
-                stacklevel=6,
+                "  fix: ndtp.register_rule, see docs/models.md"
             )
         self.gathered[key] = self.gathered.get(key, 0) + 1
 

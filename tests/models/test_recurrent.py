@@ -52,3 +52,37 @@ def flattened():
 
 def test_weights_stay_where_they_lie(ranks):
     ranks(4).run(flattened)
+
+
+class WithState(nn.Module):
+    """The usual way of a language model that is trained on a running text."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.rnn, self.head = nn.Embedding(16, 8), nn.GRU(8, 12), nn.Linear(12, 16)
+
+    def begin(self, rows):
+        return next(self.parameters()).new_zeros(1, rows, 12)
+
+    def forward(self, ids, state):
+        output, state = self.rnn(self.table(ids), state)
+        return self.head(output), state
+
+
+def states_made_by_a_weight():
+    torch.manual_seed(0)
+    dense, ids = WithState(), torch.arange(32).view(8, 4) % 16
+    model, found = ndtp.parallelize(copy.deepcopy(dense)), []
+    for each in (dense, model):
+        for _ in range(2):  # the weight of the split model's second state lies on the grid
+            scores, state = each(ids, each.begin(4))
+            scores, state = each(ids, state.detach())
+            scores.square().mean().backward()
+        found.append([scores.detach(), state.detach(), *(p.grad for p in each.parameters())])
+    expected, mine = found
+    for a, b in zip(mine, expected, strict=True):
+        torch.testing.assert_close(a.full_tensor() if hasattr(a, "full_tensor") else a, b)
+
+
+def test_a_state_may_be_made_by_a_weight(ranks):
+    ranks(2).run(states_made_by_a_weight)

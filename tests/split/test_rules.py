@@ -292,8 +292,9 @@ def check_strangers():
     spec = spec_of(context, (4, 6), (("x",), ()))
     numbers = torch.arange(24.0).view(4, 6)
     x = enter(cut(numbers.clone().requires_grad_(), spec), spec)
-    with pytest.warns(UserWarning, match="Doubled has no rule"):
+    with pytest.warns(UserWarning, match="Doubled has no rule") as told:
         y = Doubled.apply(x)  # code of somebody else sees the whole tensor
+    assert told[0].filename == __file__  # where the code stands, not where ndtp warns
     assert torch.equal(y, numbers * 2) and not isinstance(y, SplitTensor)
     with pytest.warns(UserWarning, match="odd_even has no rule"):
         assert torch.equal(odd_even(x), odd_even(numbers))
