@@ -1,9 +1,12 @@
 """Modes of torch in which a tensor holds no numbers that ranks could send or compare, and which are refused by name.
 
-Also a graph of autograd that hooks around it do not see.
+Also a graph of autograd that hooks around it do not see, and torch's profiler.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -142,3 +145,18 @@ def own_graph() -> saved_tensors_hooks:
 
 def _same(x: Tensor) -> Tensor:
     return x
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """A context in which torch's profiler records nothing: with `record_shapes` it holds each tensor that an operation
+    gets, and torch exchanges the memory of none that is held.
+    """
+    if not torch.autograd._profiler_enabled():
+        yield
+        return
+    torch._C._autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch._C._autograd._enable_record_function(True)

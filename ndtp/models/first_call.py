@@ -15,11 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ndtp.compute.traces import unrecorded
 from ndtp.errors import LayoutError, warn
 from ndtp.models.held import Held
 from ndtp.models.made_classes import made_class
+from ndtp.models.not_replicated import NotReplicated
 from ndtp.models.observation import observe_call
 from ndtp.models.plain_gradients import sum_plain_gradients_of
+from ndtp.models.refused_code import refuse_wrapped
 from ndtp.models.report import Report
 from ndtp.models.seen_by_ranks import seen_by_all
 from ndtp.runtime.arrival import is_plain, stored_shape
@@ -29,7 +32,7 @@ from ndtp.runtime.eagerly import WHY_EAGER, eagerly
 WAITS = "the first call decides: no inputs are known with which the model runs; example= decides at once"
 
 
-class WaitsForCall:
+class WaitsForCall(NotReplicated):
     """The class of such a model."""
 
 
@@ -44,6 +47,7 @@ class FirstCall:
         hooks: of the model, one that keeps torch from looking for its hooks before its call, which may give it some;
             and of its parameters, whose gradients are those of a dense model.
         is_told: that it gets gradients before its first call.
+        theirs: the class of the model, while it waits.
     """
 
     split: Any
@@ -52,10 +56,11 @@ class FirstCall:
     strict: bool
     hooks: list[Any] = field(default_factory=list)
     is_told: bool = False
+    theirs: Any = None
 
     def wait(self) -> None:
         model = self.split.model
-        theirs: Any = type(model)
+        self.theirs = theirs = type(model)
 
         @eagerly(WHY_EAGER)
         @wraps(theirs.forward)
@@ -107,17 +112,18 @@ class FirstCall:
 
         Raises:
             MismatchError: ranks are called in ways that show other things.
-            LayoutError: nothing can be split.
+            LayoutError: nothing can be split, or another tool has wrapped the model since.
         """
         split, model = self.split, self.split.model
+        refuse_wrapped(model)
         dense = [parameter for parameter in model.parameters() if is_plain(parameter)]
-        model.__class__ = type(model).__mro__[2]
+        model.__class__ = self.theirs
         if isinstance(entry := vars(model).get("forward"), OwnForward):
             model.forward = entry.own
         for hook in self.hooks[1:]:
             hook.remove()
         try:
-            with torch.inference_mode(False):
+            with torch.inference_mode(False), unrecorded():
                 mesh = split.mesh
                 with OwnRows(mesh, split.frame.outside.dims[0], type(model).__name__).while_running():
                     seen = observe_call(model, args, kwargs)

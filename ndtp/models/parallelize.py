@@ -14,6 +14,7 @@ from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.schemes import BlockLayouts, block_layouts, known_scheme
 from ndtp.algebra.wire import Wire
+from ndtp.compute.traces import unrecorded
 from ndtp.errors import LayoutError
 from ndtp.models.any_model import AnyModel
 from ndtp.models.asked_types import warn_of_asked_types
@@ -35,7 +36,7 @@ from ndtp.models.profile import use_measured
 from ndtp.models.rechecked import rechecked
 from ndtp.models.recognised import is_recognised
 from ndtp.models.recurrent import keep_weights_apart
-from ndtp.models.refused_code import refuse_layers_of_shards, refuse_lazy, refuse_scripts
+from ndtp.models.refused_code import refuse_layers_of_shards, refuse_lazy, refuse_scripts, refuse_wrapped
 from ndtp.models.report import Report
 from ndtp.models.roles import is_linear
 from ndtp.models.same_weights import check_same_weights
@@ -56,18 +57,18 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _whatever_the_default_device(function: Callable[P, R]) -> Callable[P, R]:
-    """Make trial inputs on the CPU, whatever the user's default device is."""
+def _whatever_the_program_does(function: Callable[P, R]) -> Callable[P, R]:
+    """Make trial inputs on the CPU, whatever the user's default device is, and let no profiler hold a weight."""
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with torch.device("cpu"):
+        with torch.device("cpu"), unrecorded():
             return function(*args, **kwargs)
 
     return run
 
 
-@_whatever_the_default_device
+@_whatever_the_program_does
 def parallelize(
     model: nn.Module,
     mesh: ProcessGrid | Grid | DeviceMesh | None = None,
@@ -171,6 +172,7 @@ def parallelize(
     left = [name for name, value in values.items() if value is None]
     refuse_scripts(model)
     refuse_lazy(model)
+    refuse_wrapped(model)
     warn_of_asked_types(model)
     set_hooked_apart(model)
     guard_backward_hooks()

@@ -1,9 +1,12 @@
-"""Code that cannot be split, since it would see shards and take them for the whole: refused before anything moves."""
+"""Models that cannot be split, by code or wrappers that take shards for the whole: refused before anything moves."""
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from ndtp.errors import LayoutError
@@ -38,6 +41,29 @@ def refuse_lazy(model: nn.Module) -> None:
                 f"parallelize: {name!r} is of a lazy layer, and has no size before its first call\n"
                 "  fix: call the dense model once, with an input of the right sizes, and then parallelize"
             )
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Refuse a model that another tool has split, or takes for a copy of what other ranks have.
+
+    Raises:
+        LayoutError: names the first module or parameter.
+    """
+    fix = (
+        "the model without it: Grid(dp=..) has ranks with rows of their own and sums gradients, as DDP does; scheme "
+        "'3d' splits weights over z, as FSDP does"
+    )
+    sharded = sys.modules.get("torch.distributed.fsdp")
+    kinds = [getattr(sharded, name, None) for name in ("FSDPModule", "FullyShardedDataParallel")]
+    kinds += [nn.DataParallel, nn.parallel.DistributedDataParallel]
+    for name, module in model.named_modules():
+        found = next((kind for kind in kinds if kind and isinstance(module, kind)), None)
+        if found is not None:
+            which = repr(name) if name else "the model"
+            raise LayoutError(f"parallelize: {which} is wrapped by torch's {found.__name__}\n  fix: {fix}")
+    for name, p in model.named_parameters():
+        if isinstance(p, DTensor) and not hasattr(p.device_mesh, "ndtp_grid"):
+            raise LayoutError(f"parallelize: {name!r} lies on {p.device_mesh}, of another tool\n  fix: {fix}")
 
 
 def refuse_layers_of_shards(model: nn.Module) -> None:

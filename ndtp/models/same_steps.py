@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
+from ndtp.compute.traces import unrecorded
 from ndtp.errors import MismatchError
 from ndtp.models.replicas import brought_together, may_drift
 from ndtp.models.same_gradients import GradientChanges, told
@@ -388,7 +389,8 @@ def _split_over(parameter: Tensor, every: Sequence[str]) -> tuple[str, ...]:
 @torch.no_grad()
 def _contents(parameters: Sequence[nn.Parameter]) -> list[int]:
     """A hash of what each parameter holds on this rank; one transfer from an accelerator."""
-    found = [hash_of_content(local_of(parameter)) for parameter in parameters]
+    with unrecorded():
+        found = [hash_of_content(local_of(parameter)) for parameter in parameters]
     if not found:
         return []
     device = found[-1].device

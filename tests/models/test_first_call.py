@@ -127,6 +127,23 @@ def check_own_forwards():
             assert mine.ndtp_report.linears == (6, 6) and not mine.ndtp_report.waits
 
 
+def profiled():
+    """A profiler that records shapes holds the tensors that operations get, of which torch exchanges none."""
+    torch.manual_seed(0)
+    dense, batch = Odd(), {"ids": torch.arange(12).view(2, 6)}
+    model = ndtp.parallelize(copy.deepcopy(dense), mesh_of(Grid(x=2)), scheme="1d")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        scores = model(batch)
+        with torch.profiler.record_function("of mine"):
+            scores.square().mean().backward()
+    torch.testing.assert_close(scores, dense(batch))
+    assert any(event.key == "of mine" for event in profile.key_averages())  # it records again
+
+
+def test_the_first_call_may_be_profiled(ranks):
+    ranks(2).run(profiled)
+
+
 def test_a_forward_that_is_not_of_the_class_is_called_once(ranks):
     ranks(2).run(check_own_forwards)
 
