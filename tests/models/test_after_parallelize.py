@@ -214,6 +214,28 @@ def saved_state(kind, model):
     return torch.cat([trained(dense), trained(model)])
 
 
+def saved_optimizer(kind, model):
+    """The states of Adam of a split model, read into an optimizer of this one and of a dense one."""
+    optimizer, dense = torch.optim.AdamW(model.parameters(), lr=0.01), build(kind)
+    stepped(model, optimizer)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file := io.BytesIO())
+    found = []
+    for each in (model, dense):
+        file.seek(0)
+        state, again = torch.load(file), torch.optim.AdamW(each.parameters(), lr=0.5)
+        each.load_state_dict(state["model"])
+        again.load_state_dict(state["optimizer"])
+        found.append(stepped(each, again))
+    return torch.stack(found)
+
+
+def stepped(model, optimizer):
+    optimizer.zero_grad()
+    model(input_ids=IDS, labels=IDS)[0].backward()
+    optimizer.step()
+    return model(input_ids=IDS, labels=IDS)[0].detach()
+
+
 def called_functionally(kind, model):
     parameters = {name: p * 1.1 for name, p in model.named_parameters()}
     loss = functional_call(model, parameters, (), {"input_ids": IDS, "labels": IDS})[0]
@@ -322,6 +344,7 @@ OPERATIONS = {
     "`pickle` of the model": (pickled, REFUSED, REFUSED),
     "`torch.save(model)`": (saved, REFUSED, REFUSED),
     "`torch.save(model.state_dict())`": (saved_state, WORKS, WORKS),
+    "`torch.save(optimizer.state_dict())`": (saved_optimizer, WORKS, WORKS),
     "`copy.deepcopy`": (copied, WORKS, WORKS),
     "`torch.func.functional_call`": (called_functionally, WORKS, WORKS),
     "`torch.func.grad`": (tracing_after.differentiated, REFUSED, REFUSED),
