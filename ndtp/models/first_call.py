@@ -47,7 +47,6 @@ class FirstCall:
         hooks: of the model, one that keeps torch from looking for its hooks before its call, which may give it some;
             and of its parameters, whose gradients are those of a dense model.
         is_told: that it gets gradients before its first call.
-        theirs: the class of the model, while it waits.
     """
 
     split: Any
@@ -56,11 +55,10 @@ class FirstCall:
     strict: bool
     hooks: list[Any] = field(default_factory=list)
     is_told: bool = False
-    theirs: Any = None
 
     def wait(self) -> None:
         model = self.split.model
-        self.theirs = theirs = type(model)
+        theirs: Any = type(model)
 
         @eagerly(WHY_EAGER)
         @wraps(theirs.forward)
@@ -117,7 +115,7 @@ class FirstCall:
         split, model = self.split, self.split.model
         refuse_wrapped(model)
         dense = [parameter for parameter in model.parameters() if is_plain(parameter)]
-        model.__class__ = self.theirs
+        model.__class__ = vars(type(model))["ndtp_bases"][-1]
         if isinstance(entry := vars(model).get("forward"), OwnForward):
             model.forward = entry.own
         for hook in self.hooks[1:]:
