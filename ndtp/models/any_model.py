@@ -14,8 +14,10 @@ from ndtp.algebra.schemes import BlockLayouts
 from ndtp.errors import LayoutError
 from ndtp.models.adopted import Adopted, adopt, is_placed
 from ndtp.models.at_work import reads_parameters
+from ndtp.models.called import called_parts
 from ndtp.models.computed import plain_weight
 from ndtp.models.data_loss import average_loss
+from ndtp.models.frame import dropouts_of
 from ndtp.models.fused_order import order_of
 from ndtp.models.left_alone import is_foreign, why_left
 from ndtp.models.named_plan import BY_PLAN, OfProduct
@@ -112,7 +114,9 @@ class AnyModel(Placing):
         for p in self.model.parameters():
             if self.context.data and is_placed(p):
                 p.ndtp_summed_over = self.context.data  # type: ignore[attr-defined]
-        reads_parameters(self.stock, self.frame)
+        self.frame.dropouts = dropouts_of(self.model)  # of all parts, whichever is called first
+        for each in called_parts(self.stock):
+            reads_parameters(each, self.frame)
         if self.model is not self.stock:
             reads_parameters(self.model, self.frame)
         if self.context.losses is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ndtp.models.called import called_parts
 from ndtp.models.same_calls import SameCalls
 from ndtp.runtime.facts import Fact, digest, hash_of
 from ndtp.runtime.points import Point, compare_once
@@ -30,9 +31,9 @@ def compare_generated(model: nn.Module, given: Any) -> None:
 
 
 def entries_of(model: nn.Module) -> list[nn.Module]:
-    """The modules by which a model is called: itself, and models of transformers inside, such as an encoder."""
+    """The modules by which a model is called: itself or its parts, and models of transformers inside of it."""
     inner = [m for m in model.modules() if any(k.__name__ == "PreTrainedModel" for k in type(m).__mro__)]
-    return [model, *(m for m in inner if m is not model)]
+    return [*dict.fromkeys([model, *called_parts(model), *inner])]
 
 
 def compare_calls(

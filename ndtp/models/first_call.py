@@ -17,6 +17,7 @@ from torch import nn
 
 from ndtp.compute.traces import unrecorded
 from ndtp.errors import LayoutError, warn
+from ndtp.models.called import is_called
 from ndtp.models.held import Held
 from ndtp.models.made_classes import made_class
 from ndtp.models.not_replicated import NotReplicated
@@ -184,8 +185,11 @@ def _nothing(*_: Any) -> None:
 
 
 def can_wait(model: nn.Module) -> bool:
-    """Return whether a model may stay dense until it is called: its weights are there, and it is called by itself."""
-    return not any(p.is_meta for p in model.parameters()) and "ndtp_stage" not in vars(model)
+    """Return whether a model may stay dense until it is called: its weights are there, and it is called by itself.
+
+    A model without a `forward` never is.
+    """
+    return is_called(model) and not any(p.is_meta for p in model.parameters()) and "ndtp_stage" not in vars(model)
 
 
 def refuse_padding(model: nn.Module) -> None:

@@ -21,6 +21,10 @@ from ndtp.runtime.process_grid import ProcessGrid
 MOST_RANGES = 1024
 
 
+def dropouts_of(model: nn.Module) -> list[nn.Module]:
+    return [each for each in model.modules() if isinstance(each, nn.modules.dropout._DropoutNd)]
+
+
 def led_to(layer: Any, given: Passage, make: Callable[[Passage], Passage]) -> Passage:
     """Return how what a layer gives lies, for an input that lies as `given`; made once while inputs lie alike."""
     last = vars(layer).get("ndtp_led_to")
@@ -97,7 +101,7 @@ class Frame:
         if not self.running:
             self.split_losses = []
         if self.dropouts is None:
-            self.dropouts = [each for each in model.modules() if isinstance(each, nn.modules.dropout._DropoutNd)]
+            self.dropouts = dropouts_of(model)
         self.draws = any(each.training for each in self.dropouts)
         self.is_in_forward = True
 

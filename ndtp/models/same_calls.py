@@ -130,7 +130,9 @@ class SameCalls:
 
     def watch(self, entries: Sequence[nn.Module]) -> SameCalls:
         """Put hooks on the modules by which a model is called; one that is called inside of another counts no more."""
+        names = {id(module): name for name, module in self.model.named_modules()}
         for module in entries:
+            vars(module)["ndtp_called_as"] = names[id(module)]
             module.register_forward_pre_hook(self.begin, with_kwargs=True, prepend=True)
             module.register_forward_hook(self.end, with_kwargs=True, always_call=True)
         self._tell_of_steps()
@@ -186,7 +188,7 @@ class SameCalls:
         model, steps, device_type = self.model, self.steps, self.mesh.device_type
         what = f"call {number} of {self.name}"
         if module is not model:
-            what += f", of its {type(module).__name__}"
+            what += f", of its {type(module).__name__} '{vars(module)['ndtp_called_as']}'"
         last, numbers = self._of_last() if self.of_last or self.late or self.late_numbers else ([], {})
         inputs = inputs_of(type(module), args, kwargs) if self.whole_inputs else []
         found, optimizers = modes(device_type), steps.taken_settings()
