@@ -16,7 +16,7 @@ from ndtp.errors import LayoutError
 from ndtp.nn.random import key_of, uniform
 from ndtp.ops.products import relayout
 from ndtp.runtime.arrival import is_plain, local_shard, real_of, stored_shape, wrapped
-from ndtp.runtime.grid_parts import full_of
+from ndtp.runtime.grid_parts import dense_of, full_of
 from ndtp.runtime.halves import as_it_lies, laid_sizes
 from ndtp.runtime.process_grid import ProcessGrid
 
@@ -213,6 +213,7 @@ def taken(value: Tensor, own: Tensor, layout: Layout, mesh: ProcessGrid, real: S
     Raises:
         LayoutError: a DTensor on other ranks than `own`; padding that is not zero.
     """
+    value = dense_of(value)
     lies, wanted = _lies(value), _lies(own)
     # A DTensor of a twin that lies otherwise, or a mean of several states.
     if not is_plain(value) and lies != wanted and (lies[0] == wanted[0] or all(p.is_replicate() for p in lies[1])):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,15 @@ from ndtp.runtime.halves import as_it_lies, dense_part, laid_sizes
 from ndtp.runtime.reads import NamedRead
 
 
+def dense_of(x: Tensor) -> Tensor:
+    """Return the whole of a split activation, a collective; or a tensor that every rank has, as it is."""
+    gathered: Callable[[], Tensor] | None = getattr(x, "gathered", None)
+    return x if gathered is None else gathered()
+
+
 def part_of(dense: Tensor, like: Any) -> Tensor:
     """This rank's shard of a tensor that every rank has, with padding or without, to lie as a DTensor does."""
-    dense = as_it_lies(dense, like.dim())
+    dense = as_it_lies(dense_of(dense), like.dim())
     start, shape = box_of(like)
     inside = tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))
     mine = dense[inside]

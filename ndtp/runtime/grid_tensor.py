@@ -28,7 +28,7 @@ from ndtp.runtime.eagerly import as_it_is
 from ndtp.runtime.gradient_ends import end_of
 from ndtp.runtime.grid_autograd import Moved, TakenWhole, ToLocal
 from ndtp.runtime.grid_operations import operate
-from ndtp.runtime.grid_parts import boxes_of, full_of, lying_as, part_of
+from ndtp.runtime.grid_parts import boxes_of, dense_of, full_of, lying_as, part_of
 from ndtp.runtime.handed_out import note_mixed, note_use
 from ndtp.runtime.loaded_states import watch_loaded_states
 from ndtp.runtime.memories import given_memory, note_given
@@ -116,7 +116,7 @@ class GridTensor(torch.Tensor):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        GRAD.__set__(self, value)
+        GRAD.__set__(self, None if value is None else dense_of(value))
 
     @property
     def data(self) -> Any:  # type: ignore[override]
@@ -127,7 +127,7 @@ class GridTensor(torch.Tensor):
     def data(self, value: Tensor) -> None:
         """A dense tensor, of which this rank takes its part; or one of the grid, with its memory if that lies alike."""
         note_data_read(self)
-        lies_alike = isinstance(value, DTensor) and _lies(value) == _lies(self)
+        lies_alike = isinstance(value := dense_of(value), DTensor) and _lies(value) == _lies(self)
         note_given(self, value, is_copied=not lies_alike)
         value = value.detach()
         if lies_alike:
