@@ -21,6 +21,7 @@ from ndtp.errors import LayoutError
 from ndtp.models.frame import Frame, Passage, led_to
 from ndtp.models.hidden import Hidden, enter, leave, split, whole
 from ndtp.models.made_classes import made_class
+from ndtp.models.names_of_both import keep_theirs
 from ndtp.models.settled import Settled, Settlements, Use, uses_of
 from ndtp.models.signatures import input_by_name
 from ndtp.models.standing_in import lying, take_place
@@ -163,6 +164,8 @@ def adopt(module: nn.Module, kind: type[Adopted], frame: Frame, name: str, behin
     """
     theirs = type(module)
     module.__class__ = class_of(kind, theirs, behind)
+    if not issubclass(theirs, Adopted):
+        keep_theirs(module)
     module.frame, module.mesh, module.name, module.lies, module.seed = frame, frame.mesh, name, {}, None  # type: ignore[assignment]
     module.dense_class, module.settled = theirs, Settlements()  # type: ignore[assignment]
     return module
