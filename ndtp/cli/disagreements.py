@@ -9,7 +9,6 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ndtp
-from ndtp.cli.odd_rank import LENGTH, VOCABULARY, Batch, Change, Decoder, Disagreement, TrainingLoop, unchanged
+from ndtp.cli.odd_rank import VOCABULARY, Batch, Change, Disagreement, TrainingLoop, unchanged
 from ndtp.errors import CheckpointError, MismatchError
 from ndtp.runtime.process_grid import ProcessGrid
 
@@ -62,7 +61,7 @@ def _sample(loop: TrainingLoop) -> None:
     draw = torch.Generator().manual_seed(loop.changed("sampling", 0))
     with torch.no_grad():
         for _ in range(4):
-            logits = model(ids)
+            logits = loop.logits(model, ids)
             logits = logits.gathered() if hasattr(logits, "gathered") else logits
             ids = torch.cat((ids, torch.multinomial(logits[:, -1].softmax(-1), 1, generator=draw)), 1)
 
@@ -85,17 +84,20 @@ def _load(loop: TrainingLoop) -> None:
 def _load_state(loop: TrainingLoop) -> None:
     """A file of dense weights that each rank loads by itself."""
     model, draw = loop.model(), torch.Generator().manual_seed(loop.changed("file", 0))
-    dense = Decoder(0.0).state_dict()
-    model.load_state_dict({name: torch.randn(x.shape, generator=draw) for name, x in dense.items()})
+    dense, drawn = loop.dense().state_dict(), dict[int, Tensor]()
+    for x in dense.values():
+        if x.data_ptr() not in drawn:  # tied weights are one
+            drawn[x.data_ptr()] = torch.randn(x.shape, generator=draw)
+    model.load_state_dict({name: drawn[x.data_ptr()] for name, x in dense.items()})
     loop.step(model, torch.optim.SGD(model.parameters(), lr=0.1), list(model.parameters()), loop.batch(0), unchanged)
 
 
 def _outside(loop: TrainingLoop) -> None:
     """A loss that code outside of the model makes of its logits."""
     model, batch = loop.model(), loop.batch(0)
-    labels, weight = loop.changed("labels", batch.labels), loop.changed("weight", torch.ones(VOCABULARY))
-    logits = model(batch.ids).flatten(0, 1)
-    smoothing = loop.changed("smoothing", 0.0)
+    logits = loop.logits(model, batch.ids).flatten(0, 1)
+    weight = loop.changed("weight", torch.ones(logits.shape[-1], dtype=logits.dtype))
+    labels, smoothing = loop.changed("labels", batch.labels), loop.changed("smoothing", 0.0)
     F.cross_entropy(logits, labels.flatten(), weight=weight, label_smoothing=smoothing).backward()
 
 
@@ -107,16 +109,16 @@ def _average(loop: TrainingLoop) -> None:
     for _ in range(loop.changed("updates", 1)):
         average.update_parameters(model)
     with torch.no_grad():
-        average(batch.ids, batch.labels)
+        loop.call(average, batch)
 
 
 def _read(loop: TrainingLoop) -> None:
     """Norms of the layers' weights, in an order of one rank's own, before a call."""
     model, batch = loop.model(), loop.batch(0)
-    weights = [model.get_parameter("layers.0.up.weight"), model.get_parameter("layers.0.down.weight")]
+    weights = [loop.named(model).get_parameter(f"layers.0.{name}.weight") for name in ("up", "down")]
     for weight in loop.changed("order", weights):
         weight.norm()
-    model(batch.ids, batch.labels)
+    loop.call(model, batch)
 
 
 def _in_threads(loop: TrainingLoop) -> None:
@@ -125,7 +127,7 @@ def _in_threads(loop: TrainingLoop) -> None:
 
     def second() -> None:
         try:
-            models[1](batch.ids, batch.labels)
+            loop.call(models[1], batch)
         except MismatchError as error:
             raised.append(error)
 
@@ -134,8 +136,8 @@ def _in_threads(loop: TrainingLoop) -> None:
         thread.start()
         thread.join()
 
-    models[0].get_submodule("layers.0.act").register_forward_hook(inside)
-    models[0](batch.ids, batch.labels)
+    loop.named(models[0]).get_submodule("layers.0.act").register_forward_hook(inside)
+    loop.call(models[0], batch)
     if raised:
         raise raised[0]
 
@@ -147,13 +149,9 @@ def _to(value: object) -> Change:
     return lambda _: value
 
 
-def _of_batch(name: str, change: Change) -> Mapping[str, Change]:
-    return {"batch": lambda batch: replace(batch, **{name: change(getattr(batch, name))})}
-
-
 def _shorter(batch: Batch) -> Batch:
     given = (batch.ids, batch.labels, batch.mask, batch.positions)
-    return Batch(*(None if x is None else x[:, : LENGTH // 2] for x in given))  # type: ignore[arg-type]
+    return Batch(*(None if x is None else x[:, : x.shape[1] // 2] for x in given))  # type: ignore[arg-type]
 
 
 def _masked(mask: Tensor) -> Tensor:
@@ -169,8 +167,9 @@ def _freeze(model: nn.Module) -> None:
     model.get_parameter("head.weight").requires_grad_(False)
 
 
-def _exchange(model: Any) -> None:
-    model.layers[0], model.layers[1] = model.layers[1], model.layers[0]
+def _exchange(model: nn.Module) -> None:
+    layers: Any = model.get_submodule("layers")
+    layers[0], layers[1] = layers[1], layers[0]
 
 
 def _scaled(name: str, raw: bool) -> Change:
@@ -186,8 +185,8 @@ def _without_one(parameters: list[nn.Parameter]) -> None:
 
 
 def _to_probability(p: float) -> Change:
-    def change(model: Any) -> None:
-        model.layers[0].drop.p = p
+    def change(model: nn.Module) -> None:
+        model.get_submodule("layers.0.drop").p = p  # type: ignore[assignment]
 
     return change
 
@@ -198,16 +197,17 @@ def _hook(model: nn.Module) -> None:
 
 POINTS = "at different points: .*is at the"
 KINDS = [
-    Disagreement("input ids", "input ids: values", _of_batch("ids", lambda x: (x + 1) % VOCABULARY)),
-    Disagreement("labels", "input labels: values", _of_batch("labels", lambda x: (x + 1) % VOCABULARY)),
-    Disagreement("attention mask", "input mask: .* norm", _of_batch("mask", _masked)),
-    Disagreement("position ids", "input positions: values", _of_batch("positions", lambda x: x + 1)),
-    Disagreement("shape of inputs", r"input ids: .*\(\d+, 4\) int64", {"batch": _shorter}),
-    Disagreement("dtype of an input", "input positions: .*int32", _of_batch("positions", lambda x: x.int())),
-    Disagreement("no attention mask", "input mask: ", _of_batch("mask", _to(None))),
-    Disagreement("a flag", "input asks: .*True", _of_batch("asks", _to(True))),
+    Disagreement("input ids", "input ids: values", {"input ids": lambda x: (x + 1) % VOCABULARY}),
+    Disagreement("labels", "input labels: values", {"input labels": lambda x: (x + 1) % VOCABULARY}),
+    Disagreement("attention mask", "input mask: .* norm", {"input mask": _masked}),
+    Disagreement("position ids", "input positions: values", {"input positions": lambda x: x + 1}),
+    Disagreement("shape of inputs", r"input ids: .*\(\d+, \d+\) int64", {"batch": _shorter}),
+    Disagreement("dtype of an input", "input positions: .*int32", {"input positions": lambda x: x.int()}),
+    Disagreement("no attention mask", "input mask: ", {"input mask": _to(None)}),
+    Disagreement("a flag", "input asks: .*True", {"input asks": _to(True)}),
     Disagreement("eval", "training: .*False", {"train": _to(False)}),
-    Disagreement("a part in eval", "training of 'layers.0.drop'", {"call": lambda model: model.layers[0].drop.eval()}),
+    Disagreement("a part in eval", "training of 'layers.0.drop'",
+                 {"call": lambda model: model.get_submodule("layers.0.drop").eval()}, 0.5),
     Disagreement("no_grad", "grad mode: .*False", {"around": lambda _: torch.no_grad()}),
     Disagreement("inference_mode", "(grad|inference) mode: ", {"around": lambda _: torch.inference_mode()}),
     Disagreement("autocast", "autocast: .*bfloat16", {"around": lambda _: torch.autocast("cpu", torch.bfloat16)}),
@@ -240,7 +240,7 @@ KINDS = [
     Disagreement("dropout's seed", "random numbers of torch", {"call": lambda _: torch.manual_seed(1)}, 0.5),
     Disagreement("numbers drawn", "random numbers of torch", {"call": lambda _: torch.rand(1)}, 0.5),
     Disagreement("dropout's probability", "number p of 'layers.0.drop'", {"call": _to_probability(0.1)}, 0.5),
-    Disagreement("noise in an input", "input mask: .* norm", _of_batch("mask", lambda x: x * 1.004)),
+    Disagreement("noise in an input", "input mask: .* norm", {"input mask": lambda x: x * 1.004}),
     Disagreement("a gradient removed", "changed gradient of 'tokens.weight'.* none", {"clip": _without_one}),
     Disagreement("clip by value", "changed gradient of", {"clip": lambda all_: nn.utils.clip_grad_value_(all_, 1e-4)}),
     Disagreement("initial seed", "of 'tokens.weight'", {"seed": _to(1)}),
@@ -256,7 +256,7 @@ KINDS = [
                  program=_outside),
     Disagreement("an average of weights", "weight '.*' since .*written to", {"updates": _to(2)}, program=_average),
     Disagreement("order of reads", "read 1 of split tensors", {"order": lambda found: found[::-1]}, program=_read),
-    Disagreement("two threads", "two threads .* call 1 of Decoder", program=_in_threads),
+    Disagreement("two threads", r"two threads .* call 1 of \w+", program=_in_threads),
 ]  # fmt: skip
 # What is no disagreement: ranks of another `dp` have sequences of their own; numbers that no dropout uses are free.
 SILENT = [

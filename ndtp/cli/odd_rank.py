@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ class Batch:
     ids: Tensor
     labels: Tensor
     mask: Tensor | None
-    positions: Tensor
+    positions: Tensor | None
     asks: bool = False
 
 
@@ -102,19 +102,16 @@ class Decoder(nn.Module):
         return logits if labels is None else F.cross_entropy(logits.flatten(0, -2), labels.flatten())
 
 
-def _call(model: nn.Module, batch: Batch) -> Tensor:
-    return model(batch.ids, batch.labels, batch.mask, batch.positions, asks=batch.asks)  # type: ignore[no-any-return]
-
-
 @dataclass
 class TrainingLoop:
     """A training loop with a kind of disagreement on one rank.
 
     Points at the start: "seed", "scheme", "split" (the model on the grid), "optimizer" (its class and settings),
-    "parameters" of the optimizer.  Points of the step `kind.at`: "skips", "batch", "train", "call" (the model, before
-    its call), "around" (of the grid, a context of the call), "again" (whether the model is called once more), "loss",
-    "backward", "gradients" (by what they are multiplied), "clip" (the parameters, whose gradients are there), "steps"
-    (how often the optimizer steps), "zero" ("none", "zeros", "keep"), "end" (the model).
+    "parameters" of the optimizer.  Points of the step `kind.at`: "skips", "batch", "input ids" (and so on, each field
+    of the batch), "train", "call" (the model, before its call), "around" (of the grid, a context of the call), "again"
+    (whether the model is called once more), "loss", "backward", "gradients" (by what they are multiplied), "clip" (the
+    parameters, whose gradients are there), "steps" (how often the optimizer steps), "zero" ("none", "zeros", "keep"),
+    "end" (the model).  A loop of another model overrides `dense`, `named`, `call` and `logits`.
 
     Attributes:
         is_odd: whether this is the rank that does otherwise.
@@ -132,12 +129,26 @@ class TrainingLoop:
         change = self.kind.changes.get(point) if self.is_odd else None
         return value if change is None else change(value)
 
+    def dense(self) -> nn.Module:
+        return Decoder(self.kind.dropout)
+
+    def named(self, model: nn.Module) -> nn.Module:
+        """Return what finds layers and parameters of a model by the names that they have in `Decoder`."""
+        return model
+
+    def call(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the loss."""
+        return model(batch.ids, batch.labels, batch.mask, batch.positions, asks=batch.asks)  # type: ignore[no-any-return]
+
+    def logits(self, model: nn.Module, ids: Tensor) -> Tensor:
+        return model(ids)  # type: ignore[no-any-return]
+
     def model(self) -> nn.Module:
         torch.manual_seed(self.changed("seed", 0))
-        dense = Decoder(self.kind.dropout)
-        split = ndtp.parallelize(dense, self.mesh, scheme=self.changed("scheme", self.scheme), check=self.check)
+        dense, scheme = self.dense(), self.changed("scheme", self.scheme)
+        split = ndtp.parallelize(dense, self.mesh, scheme=scheme, check=self.check)
         torch.manual_seed(0)
-        self.changed("split", split)
+        self.changed("split", self.named(split))
         return split
 
     def batch(self, step: int) -> Batch:
@@ -151,12 +162,15 @@ class TrainingLoop:
     def train(self) -> None:
         model = self.model()
         parameters = self.changed("parameters", list(model.parameters()))
-        kind, options = self.changed("optimizer", (torch.optim.SGD, {"lr": 0.1}))
-        optimizer = kind(parameters, **options)
+        optimizer = self.optimizer(parameters)
         for step in range(STEPS):
             changed = self.changed if step == self.kind.at else unchanged
             if not changed("skips", False):
                 self.step(model, optimizer, parameters, self.batch(step), changed)
+
+    def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        kind, options = self.changed("optimizer", (torch.optim.SGD, {"lr": 0.1}))
+        return kind(parameters, **options)  # type: ignore[no-any-return]
 
     def step(
         self,
@@ -165,22 +179,21 @@ class TrainingLoop:
         parameters: list[nn.Parameter],
         batch: Batch,
         changed: Callable[[str, Any], Any],
-        call: Callable[[nn.Module, Batch], Tensor] = _call,
     ) -> None:
         """One step of training.
 
         Args:
             changed: gives what comes of what is there at a point.
-            call: of a model with a batch.
         """
         batch = changed("batch", batch)
+        batch = replace(batch, **{x.name: changed(f"input {x.name}", getattr(batch, x.name)) for x in fields(batch)})
         model.train(changed("train", True))
-        changed("call", model)
+        changed("call", self.named(model))
         around = changed("around", self.mesh)
         with nullcontext() if around is self.mesh else around:
-            loss = call(model, batch)
+            loss = self.call(model, batch)
         if changed("again", False):
-            call(model, batch)
+            self.call(model, batch)
         if changed("backward", True):
             changed("loss", loss).backward()
             torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], changed("gradients", 0.5))
@@ -191,7 +204,7 @@ class TrainingLoop:
         if zero != "keep":
             optimizer.zero_grad(set_to_none=zero == "none")
         with torch.no_grad():
-            changed("end", model)
+            changed("end", self.named(model))
 
 
 def unchanged(_: str, value: object) -> object:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from hooks import register_module_hooks
 from language import Language
-from language_deeds import Wrong
+from language_loop import Wrong
 from language_run import run_language
 from program import Program
 from sides import REFUSAL, Dense, Parallel, Record

@@ -30,13 +30,8 @@ DEEDS = (
     "load", "load what was held", "assign", "tie", "freeze", "deepcopy", "pickle", "penalty", "to dense",
     "swap", "exchange",
 )  # fmt: skip
-FREE = {"batch", "train", "around", "again", "loss", "backward", "gradients", "steps", "zero", "skips", "optimizer"}
-# Those that need nothing of a model: no layer by its name, no input but ids and labels.
-ODD = tuple(
-    kind.name for kind in KINDS
-    if kind.changes and set(kind.changes) <= FREE and not kind.program and kind.name not in
-    ("attention mask", "position ids", "dtype of an input", "no attention mask", "a flag", "noise in an input")
-)  # fmt: skip
+INPUTS = ("mask", "positions")  # beside ids
+ODD = tuple(kind.name for kind in KINDS)
 
 
 @dataclass(frozen=True)
@@ -46,6 +41,8 @@ class Language:
     mixes, cores, projections: of each layer's attention.
     held: of `HELD`.
     deeds: of `DEEDS`, in order.
+    inputs: of `INPUTS`, that the model is given in training and evaluation.
+    dropout: behind each MLP, where an odd rank needs it; its mask is another one than dense draws.
     odd: what one rank does otherwise in the last steps, of `ODD`; and the rank.
     """
 
@@ -73,6 +70,8 @@ class Language:
     adamw: bool = False
     held: tuple[str, ...] = ()
     deeds: tuple[str, ...] = ("train",)
+    inputs: tuple[str, ...] = ()
+    dropout: float = 0.0
     odd: str = ""
     rank: int = 0
     is_thorough: bool = False
@@ -81,6 +80,7 @@ class Language:
         found = {f"language {self.family}", f"scheme {self.scheme}"}
         found |= {f"attention that mixes {mix}" for mix in self.mixes if mix}
         found |= {f"attention core {core}" for core in self.cores}
+        found |= {f"input {name}" for name in self.inputs}
         found |= {f"held {held}" for held in self.held} | {f"after {deed}" for deed in self.deeds}
         return found | ({f"odd rank: {self.odd}"} if self.odd else set())
 
@@ -144,7 +144,7 @@ def draw_language(seed: int, ranks: int) -> Language:
         program = replace(program, hidden=4 * heads)
     if rng.random() < 0.35:
         program = replace(program, odd=rng.choice(ODD), rank=rng.randrange(ranks))
-    return program
+    return replace(program, inputs=tuple(name for name in INPUTS if rng.random() < 0.3))
 
 
 def _draw_grid(rng: random.Random, axes: tuple[str, ...], ranks: int) -> tuple[tuple[str, int], ...]:

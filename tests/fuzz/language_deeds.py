@@ -9,21 +9,15 @@ from typing import Any
 
 import torch
 from language import Language
-from language_models import call, language_model
+from language_loop import Loop, Wrong, batch_of
+from language_models import call, language_model, name_in
 from torch import Tensor, nn
 
 import ndtp
-from ndtp.cli.disagreements import KINDS
-from ndtp.cli.odd_rank import Batch, TrainingLoop
+from ndtp.cli.odd_rank import Batch, unchanged
 
 RATE = 0.05
-
-
-TIES = {"own": ("tokens.weight", "head.weight"), "llama": ("model.embed_tokens.weight", "lm_head.weight")}
-
-
-class Wrong(Exception):
-    """What a program must not find."""
+TIED = ("tokens", "head")
 
 
 class Side:
@@ -69,10 +63,15 @@ class Side:
         draw = torch.Generator().manual_seed(self.program.seed + 1000 * self.draws)
         return torch.randn(*shape, generator=draw, dtype=torch.float64)
 
-    def ids(self) -> Tensor:
+    def batch(self) -> Batch:
         self.draws += 1
-        draw = torch.Generator().manual_seed(self.program.seed + 1000 * self.draws)
-        return torch.randint(self.program.vocabulary, (self.program.batch, self.program.length), generator=draw)
+        return batch_of(self.program, self.program.seed + 1000 * self.draws)
+
+    def ids(self) -> Tensor:
+        return self.batch().ids
+
+    def call(self, model: nn.Module, ids: Tensor, labels: Tensor | None = None, **inputs: Any) -> Any:
+        return call(self.program.family, model, ids, labels, **inputs)
 
     def real(self, p: Any) -> tuple[int, ...]:
         return tuple(getattr(p, "ndtp_real", p.shape))
@@ -82,18 +81,11 @@ class Side:
 
     # --------------------------------------------------------------------------------------------------------- steps
 
-    def step(
-        self, loop: TrainingLoop | None = None, changed: Callable[[str, Any], Any] = lambda _, value: value
-    ) -> None:
+    def step(self) -> None:
         if self.optimizer is None:
-            kind, options = changed("optimizer", (None, {}))
-            self.optimizer = self._optimizer() if kind is None else kind(self.model.parameters(), lr=RATE)
-            for group in self.optimizer.param_groups:
-                group.update(options)
-        ids = self.ids()
-        loop = loop or TrainingLoop(KINDS[0], None, "", False, None)  # type: ignore[arg-type]
-        batch = Batch(ids, ids.roll(-1, 1), None, ids)
-        loop.step(self.model, self.optimizer, list(self.model.parameters()), batch, changed, _called)
+            self.optimizer = self._optimizer()
+        loop, parameters = Loop(self.program), list(self.model.parameters())
+        loop.step(self.model, self.optimizer, parameters, self.batch(), unchanged)
 
 
 class Split(Side):
@@ -124,10 +116,6 @@ class Split(Side):
         return x.gathered().detach().clone() if hasattr(x, "gathered") else x.clone()
 
 
-def _called(model: nn.Module, batch: Batch) -> Tensor:
-    return call(model, batch.ids, batch.labels)  # type: ignore[no-any-return]
-
-
 # ------------------------------------------------------------------------------------------------------------- deeds
 
 
@@ -137,7 +125,9 @@ def _train(side: Side) -> Any:
 
 def _eval(side: Side) -> Any:
     with torch.no_grad():
-        return side.whole(call(side.model.eval(), side.ids()))
+        batch = side.batch()
+        logits = side.call(side.model.eval(), batch.ids, mask=batch.mask, positions=batch.positions)
+        return side.whole(logits)
 
 
 def _generate(side: Side) -> Any:
@@ -147,13 +137,13 @@ def _generate(side: Side) -> Any:
         return model.generate(ids, max_new_tokens=3, do_sample=False, use_cache=True)
     with torch.no_grad():
         for _ in range(3):
-            ids = torch.cat((ids, side.whole(model(ids))[:, -1:].argmax(-1)), 1)
+            ids = torch.cat((ids, side.whole(side.call(model, ids))[:, -1:].argmax(-1)), 1)
     return ids
 
 
 def _clip(side: Side) -> Any:
     ids = side.ids()
-    call(side.model, ids, ids).backward()
+    side.call(side.model, ids, ids).backward()
     norm = torch.nn.utils.clip_grad_norm_(side.model.parameters(), 0.05)
     grads = {name: side.whole(p.grad) for name, p in side.by_name().items() if p.grad is not None}
     side.model.zero_grad()
@@ -164,7 +154,7 @@ def _log(side: Side) -> Any:
     """Numbers of weights, gradients, the state dict and what an optimizer keeps, as a log of training has them."""
     ids = side.ids()
     side.model.zero_grad()
-    call(side.model, ids, ids).backward()
+    side.call(side.model, ids, ids).backward()
     seen = {name: x for name, x in side.model.state_dict().items() if x.is_floating_point()}
     for name, p in side.by_name().items():
         kept = {} if side.optimizer is None else side.optimizer.state.get(p, {})
@@ -228,7 +218,7 @@ def _load(side: Side) -> Any:
     state = {key: side.random(*side.real(value)) * 0.3 if value.is_floating_point() else value
              for key, value in side.model.state_dict(keep_vars=True).items()}  # fmt: skip
     if side.program.tied or side.is_tied:
-        table, head = TIES[side.program.family]
+        table, head = (name_in(side.program.family, f"{name}.weight") for name in TIED)
         state[head] = state[table]
     side.model.load_state_dict(state)
 
@@ -251,11 +241,8 @@ def _assign(side: Side) -> Any:
 
 
 def _tie(side: Side) -> Any:
-    model: Any = side.model
-    if hasattr(model, "config"):
-        model.lm_head.weight = model.model.embed_tokens.weight
-    else:
-        model.head.weight = model.tokens.weight
+    table, head = (side.model.get_submodule(name_in(side.program.family, name)) for name in TIED)
+    head.weight = table.weight
     side.optimizer, side.is_tied = None, True
     _forget(side)
 
@@ -278,7 +265,7 @@ def _freeze(side: Side) -> Any:
 def _deepcopy(side: Side) -> Any:
     other = copy.deepcopy(side.model)
     ids = side.ids()
-    loss = call(other, ids, ids)
+    loss = side.call(other, ids, ids)
     loss.backward()
     return {"loss": side.whole(loss)} | {
         name: side.whole(p.grad) for name, p in other.named_parameters() if p.grad is not None
@@ -290,13 +277,15 @@ def _pickle(side: Side) -> Any:
     file.seek(0)
     other = torch.load(file, weights_only=False)
     with torch.no_grad():
-        return side.whole(call(other.eval(), side.ids()))
+        return side.whole(side.call(other.eval(), side.ids()))
 
 
 def _penalty(side: Side) -> Any:
     ids = side.ids()
     side.model.zero_grad()
-    loss = call(side.model, ids, ids) + 0.1 * sum(p.pow(2).sum() for p in side.model.parameters() if p.requires_grad)
+    loss = side.call(side.model, ids, ids) + 0.1 * sum(
+        p.pow(2).sum() for p in side.model.parameters() if p.requires_grad
+    )
     loss.backward()
     grads = {name: side.whole(p.grad) for name, p in side.by_name().items() if p.grad is not None}
     side.model.zero_grad()
@@ -309,7 +298,7 @@ def _to_dense(side: Side) -> Any:
     state = {key: side.whole(value) for key, value in side.model.state_dict(keep_vars=True).items()}
     other.load_state_dict(state)
     with torch.no_grad():
-        return call(other, side.ids())
+        return side.call(other, side.ids())
 
 
 @torch.no_grad()

@@ -66,8 +66,11 @@ class Core(nn.Module):
         elif kind == "talking scores":
             self.weight = nn.Parameter(torch.eye(heads) + 0.2 * torch.randn(heads, heads))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The mask is added to the scores; [batch, 1, queries, keys], or as far as it is not the same."""
         size, length = q.shape[-1], k.shape[2]
+        if self.kind == "sdpa" and mask is not None:
+            return F.scaled_dot_product_attention(q, k, v, mask)
         if self.kind == "sdpa":
             return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal and q.shape[2] == length)
         if self.kind == "cosine":
@@ -82,8 +85,10 @@ class Core(nn.Module):
         elif self.kind == "talking scores":
             scores = torch.einsum("bhqk,hg->bgqk", scores, self.weight)
         if self.kind == "linear":
+            scores = scores if mask is None else scores * mask.exp()
             scores = scores.masked_fill(apart < 0, 0.0) if self.causal else scores
             return scores / scores.sum(-1, keepdim=True) @ v
+        scores = scores if mask is None else scores + mask
         scores = scores.masked_fill(apart < 0, float("-inf")) if self.causal else scores
         return scores.softmax(-1) @ v
 
@@ -111,7 +116,7 @@ class Attention(nn.Module):
         )
         self.out = nn.Linear(q, hidden, biases)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         if self.kind in ("apart", "products"):
             q, k, v = self.q(x), self.k(x), self.v(x)
         elif self.kind == "fused":
@@ -121,7 +126,7 @@ class Attention(nn.Module):
         q, k, v = ((y if y.dim() == 4 else y.unflatten(-1, (-1, self.size))).transpose(1, 2) for y in (q, k, v))
         if self.kv_heads != self.heads:
             k, v = (y.repeat_interleave(self.heads // self.kv_heads, 1) for y in (k, v))
-        y = self.mix(self.core(q, k, v))
+        y = self.mix(self.core(q, k, v, mask))
         if self.kind == "products":
             weight = self.out.weight.unflatten(1, (self.heads, self.size))
             y = torch.einsum("bhtd,ohd->bto", y, weight)
@@ -142,12 +147,13 @@ class Layer(nn.Module):
         if self.gated:
             self.gate = nn.Linear(hidden, inner, program.biases)
         self.up, self.act, self.down = nn.Linear(hidden, inner, program.biases), nn.SiLU(), nn.Linear(inner, hidden)
+        self.drop = nn.Dropout(program.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm(x))
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        x = x + self.attention(self.norm(x), mask)
         h = self.mlp_norm(x)
         h = self.act(self.gate(h)) * self.up(h) if self.gated else self.act(self.up(h))
-        return x + self.down(h)  # type: ignore[no-any-return]
+        return x + self.drop(self.down(h))  # type: ignore[no-any-return]
 
 
 class Own(nn.Module):
@@ -161,18 +167,34 @@ class Own(nn.Module):
         if program.tied:
             self.head.weight = self.tokens.weight
 
-    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Any:
-        h = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
+    def forward(
+        self,
+        ids: Tensor,
+        labels: Tensor | None = None,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        asks: bool = False,
+    ) -> Any:
+        """Logits or the loss, and what the layers give if it is asked for."""
+        h = self.tokens(ids) + self.places(torch.arange(ids.shape[1]) if positions is None else positions)
+        scores = None if mask is None else mask[:, None, None]
+        hidden = []
         for layer in self.layers:
-            h = layer(h)
+            h = layer(h, scores)
+            hidden.append(h)
         logits = self.head(self.norm(h))
-        return logits if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        out = logits if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return (out, *hidden) if asks else out
 
 
 def _llama(program: Language) -> nn.Module:
     """Of transformers, its attention changed as people change it: a subclass, with the rest of the code as it is."""
     from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
+    from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, apply_rotary_pos_emb
+
+    class DroppedMLP(LlamaMLP):
+        def forward(self, x: Any) -> Any:
+            return self.drop(super().forward(x))
 
     class OddAttention(LlamaAttention):
         def forward(
@@ -185,7 +207,7 @@ def _llama(program: Language) -> nn.Module:
             if past_key_values is not None:
                 k, v = past_key_values.update(k, v, self.layer_idx)
             k, v = (y.repeat_interleave(self.num_key_value_groups, 1) for y in (k, v))
-            y = self.mix(self.core(q, k, v))
+            y = self.mix(self.core(q, k, v, attention_mask))
             return self.o_proj(y.transpose(1, 2).reshape(*shape[:-2], -1)), None
 
     config = LlamaConfig(
@@ -196,6 +218,8 @@ def _llama(program: Language) -> nn.Module:
     )  # fmt: skip
     model: Any = LlamaForCausalLM(config)
     for i, layer in enumerate(model.model.layers):
+        if program.dropout:
+            layer.mlp.__class__, layer.mlp.drop = DroppedMLP, nn.Dropout(program.dropout)
         if program.mixes[i] or program.cores[i] != "sdpa":
             attention = layer.self_attn
             attention.__class__ = OddAttention
@@ -206,12 +230,42 @@ def _llama(program: Language) -> nn.Module:
 
 def language_model(program: Language, seed: int = 0) -> nn.Module:
     torch.manual_seed(program.seed + seed)
+    return made(program)
+
+
+def made(program: Language) -> nn.Module:
+    """Of random weights by torch's generator."""
     return (_llama(program) if program.family == "llama" else Own(program)).double()
 
 
-def call(model: nn.Module, ids: Tensor, labels: Tensor | None = None) -> Any:
-    """Logits, or the loss."""
-    if not hasattr(model, "config"):
-        return model(ids, labels)
-    out = model(input_ids=ids, labels=labels)
-    return out.logits if labels is None else out.loss
+# What is called otherwise than in the model by torch alone: inputs, and the first or last words of a layer's name.
+NAMES = {
+    "own": {},
+    "llama": {
+        "ids": "input_ids", "mask": "attention_mask", "positions": "position_ids", "asks": "output_hidden_states",
+        "tokens": "model.embed_tokens", "layers": "model.layers", "head": "lm_head", "up": "mlp.up_proj",
+        "down": "mlp.down_proj", "act": "mlp.act_fn", "drop": "mlp.drop",
+    },
+}  # fmt: skip
+
+
+def name_in(family: str, name: str) -> str:
+    """The name of an input, a layer or a parameter in a model of a family."""
+    return ".".join(NAMES[family].get(word, word) for word in name.split("."))
+
+
+def call(family: str, model: nn.Module, ids: Tensor, labels: Tensor | None = None, **inputs: Any) -> Any:
+    """Logits, or the loss.
+
+    Args:
+        inputs: a mask [batch, tokens] that is added to scores, positions, and whether hidden states are asked for.
+    """
+    asks, mask = inputs.get("asks", False), inputs.get("mask")
+    if mask is not None:
+        inputs["mask"] = mask = mask.to(next(model.parameters()).dtype)
+    if mask is not None and family == "llama":  # which takes a mask of numbers in this form alone
+        inputs["mask"] = mask[:, None, None].expand(-1, 1, mask.shape[1], -1)
+    out = model(ids, labels=labels, **{name_in(family, name): x for name, x in inputs.items()})
+    if family == "llama":
+        return out.logits if labels is None else out.loss
+    return out[0] if asks else out

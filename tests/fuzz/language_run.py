@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import copy
 import pickle
-import re
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from language import Language
-from language_deeds import DEEDS, Side, Split, Wrong
+from language_deeds import DEEDS, Side, Split
+from language_loop import Wrong, name_the_odd
 from torch import Tensor
 
 import ndtp
-from ndtp.cli.disagreements import KINDS
-from ndtp.cli.odd_rank import LENGTH, TrainingLoop
 from ndtp.errors import MismatchError
 
 TOLERANCE = {"own": 1e-8, "llama": 2e-5}  # of the largest magnitude: norms of transformers compute in fp32
 DIVERGED = 1e4  # weights begin below one: rounding of a model that has grown so is not told from an error
-AFTER = 3  # steps from that of the odd rank on, in which it must be named
-KIND_OF = {kind.name: kind for kind in KINDS}
 
 
 def run_language(program: Language) -> int:
@@ -40,8 +34,8 @@ def run_language(program: Language) -> int:
     compared = 0
     for index, name in enumerate(program.deeds):
         compared += _do(name, f"{index} {name}", dense, ours)
-    if program.odd and (program.odd != "shape of inputs" or program.length > LENGTH // 2):  # else it has that length
-        _name_the_odd(program, ours)
+    if program.odd:
+        name_the_odd(ours)
         compared += 1
     ours.mesh.discard_gradients()
     return compared
@@ -101,30 +95,3 @@ def _difference(label: str, mine: Tensor, theirs: Tensor, tolerance: float) -> s
     scale = max(theirs.abs().max().item(), 1e-6) if theirs.numel() else 1.0
     off = (mine - theirs).abs().max().item() if theirs.numel() else 0.0
     return "" if off <= tolerance * scale else f"{label}: off by {off:.3g} of {scale:.3g}"
-
-
-def _name_the_odd(program: Language, ours: Split) -> None:
-    """Steps of training, in the first of which one rank does something else; no other message is sent."""
-    kind, said = KIND_OF[program.odd], ""
-    if "optimizer" in kind.changes:
-        ours.optimizer = None
-    loop = TrainingLoop(kind, ours.mesh, "", ours.mesh.rank == program.rank, None)
-    try:
-        for step in range(AFTER):
-            changed = loop.changed if step == 0 else lambda _, value: value
-            ours.model.train()
-            if changed("skips", False):
-                ours.draws += 1
-            else:
-                ours.step(loop, changed)
-    except MismatchError as error:
-        said = str(error)
-    told: list[Any] = [None] * program.ranks
-    dist.all_gather_object(told, said)
-    says = (
-        kind.says.replace("input ids", "input (input_)?ids")
-        .replace("call 3", r"call \d+")
-        .replace("step 1:", r"step \d+:")
-    )
-    if not all(re.search(says, text, re.DOTALL) for text in told):
-        raise Wrong(f"{kind.name} on rank {program.rank} is not named on all: {told}")

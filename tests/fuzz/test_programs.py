@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from campaign import simpler_ones, stripped
 from execute import run_programs
-from language import DEEDS, HELD, ODD, Language, draw_language
+from language import DEEDS, HELD, INPUTS, ODD, Language, draw_language
 from language_deeds import DEEDS as DONE
-from language_deeds import Wrong
-from language_run import KIND_OF, run_language
+from language_loop import KIND_OF, Wrong
+from language_run import run_language
 from program import check_legal, draw
 from turns import by_turns
 
@@ -52,9 +52,10 @@ def test_languages_equal_dense_and_odd_ranks_are_named(ranks):
 
 
 def test_what_is_drawn_can_be_done():
-    programs = [draw_language(seed, 4) for seed in range(400)]
+    programs = [draw_language(seed, 4) for seed in range(2000)]
     assert set(DONE) == set(DEEDS) == {deed for program in programs for deed in program.deeds}
     assert set(HELD) == {held for program in programs for held in program.held}
+    assert set(INPUTS) == {name for program in programs for name in program.inputs}
     assert set(ODD) == {program.odd for program in programs} - {""}
     assert all(simpler != program for program in programs[:20] for simpler in program.simpler())
 
