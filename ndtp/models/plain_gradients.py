@@ -20,6 +20,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -37,14 +38,16 @@ from ndtp.algebra.layout import Layout
 from ndtp.algebra.relayouts import reduction_volume
 from ndtp.algebra.volume import Volume
 from ndtp.errors import LayoutError
+from ndtp.models.data_loss import DataLoss
+from ndtp.models.hooks_of_gradients import hook_first, is_seen
 from ndtp.models.left_alone import is_foreign
 from ndtp.models.replicated import Replicated
 from ndtp.nn.parameters import put_on_grid
 from ndtp.nn.sharded import Sharded
 from ndtp.ops.gradients import all_reduce
 from ndtp.runtime.arrival import is_plain, local_of, no_second_sum, real_of, wrapped
+from ndtp.runtime.at_work import at_work
 from ndtp.runtime.eagerly import as_it_is
-from ndtp.runtime.gradient_ends import end_of
 from ndtp.runtime.grid_parts import full_of, part_of
 from ndtp.runtime.handed_out import is_sum, refuse_within_backward, set_aside
 from ndtp.runtime.of_turn import OfTurn
@@ -71,22 +74,24 @@ class PlainGradients:
 
     Args:
         axes: those that split rows, `dp`.
+        whose_loss: the model whose loss is the mean over the rows of all ranks; "" where each rank has its own.
     """
 
     # What came of each parameter, by the backward that is going on: there may be one within another.
     _came = OfTurn(dict)
     _summed = OfTurn(dict)  # what layers gave meanwhile
 
-    def __init__(self, mesh: ProcessGrid, axes: Sequence[str]) -> None:
-        self.mesh, self.axes = mesh, mesh.grid.nontrivial(axes)
+    def __init__(self, mesh: ProcessGrid, axes: Sequence[str], whose_loss: str = "") -> None:
+        self.mesh, self.axes, self.whose_loss = mesh, mesh.grid.nontrivial(axes), whose_loss
         mesh.step.row_axes = mesh.step.row_axes or self.axes
         self._parameters: list[tuple[str, nn.Parameter]] = []
         self._split: dict[int, tuple[str, Any]] = {}
         self._seen = _registered[0]
         self._hooked: set[int] = set()  # their identities, and those of these parameters
+        self._outside: set[int] = set()  # those with which code outside of forwards has computed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlainGradients:
-        made = PlainGradients(self.mesh, self.axes)
+        made = PlainGradients(self.mesh, self.axes, self.whose_loss)
         memo[id(self)] = made
         for name, parameter in self._split.values():
             copied = copy.deepcopy(parameter, memo)
@@ -141,24 +146,29 @@ class PlainGradients:
         parameter.ndtp_of_model = True
         if self.axes:
             self._split[id(parameter)] = name, parameter
-            parameter.ndtp_hand_out = partial(self._hand_out, parameter)
+            parameter.ndtp_hand_out = partial(self._hand_out_to_code, parameter)
 
     def _watch_whole(self, name: str, parameter: Any) -> None:
-        _hook_first(parameter, partial(self._take, len(self._parameters)))
+        hook_first(parameter, partial(self._take, len(self._parameters)))
         self._hooked.add(id(parameter))
         self._parameters.append((name, parameter))
         parameter.ndtp_summed_over = self.axes
         if not is_plain(parameter):
             parameter.ndtp_of_model = True
             if self.axes:
-                parameter.ndtp_hand_out = partial(self._hand_out, parameter)
+                parameter.ndtp_hand_out = partial(self._hand_out_to_code, parameter)
+
+    def _hand_out_to_code(self, parameter: nn.Parameter) -> None:
+        if at_work() is None:
+            self._outside.add(id(parameter))
+        self._hand_out(parameter)
 
     def _hand_out(self, parameter: Any) -> None:
         """Sum what code outside of layers gives of a parameter, from now on."""
         set_aside(parameter, partial(self._set_aside, id(parameter), parameter.ndtp_name))
         if id(parameter) not in self._hooked:
             self._hooked.add(id(parameter))
-            _hook_first(parameter, partial(self._take_of_split, id(parameter)))
+            hook_first(parameter, partial(self._take_of_split, id(parameter)))
         else:
             parameter._backward_hooks = parameter._backward_hooks  # as above
 
@@ -232,7 +242,9 @@ class PlainGradients:
             gradient: this rank's shard of it.
             summed: what is already the sum of all ranks.
         """
-        if gradient.is_sparse or _is_seen(parameter):
+        if self.whose_loss and id(parameter) in self._outside:
+            self._warn(name)
+        if gradient.is_sparse or is_seen(parameter):
             gradient = gradient.clone()
             all_reduce([(name, gradient)], self.mesh, self.axes)
             gradient = _on_grid(gradient, parameter)
@@ -243,6 +255,16 @@ class PlainGradients:
             Variable._execution_engine.queue_callback(partial(self._finish, task))  # type: ignore[attr-defined]
         self._came[task][place] = gradient
         return _on_grid(torch.zeros_like(gradient), parameter) if summed is None else summed
+
+    def _warn(self, name: str) -> None:
+        ranks, axes = self.mesh.grid.size(self.axes), ", ".join(self.axes)
+        warnings.warn(
+            f"ndtp: code outside of {self.whose_loss} computes with '{name}', as a penalty of weights does: the "
+            f"gradients of that are summed over the {ranks} ranks along {axes}, while the loss of {self.whose_loss} is "
+            f"the mean over the rows of all of them; divide such a term by {ranks}, loss + term / {ranks}",
+            stacklevel=2,
+        )
+        self.whose_loss = ""  # once is enough
 
     def _refuse_graph(self, name: str, gradient: Tensor) -> None:
         if getattr(gradient, "ndtp_has_sum", False):
@@ -340,29 +362,6 @@ def _on_grid(gradient: Tensor, parameter: Any) -> Tensor:
     return wrapped(gradient, parameter._spec, real_of(parameter))  # type: ignore[no-any-return]
 
 
-def _hook_first(parameter: nn.Parameter, hook: Any) -> None:
-    """Register a hook before all others, which must see the dense model's gradient; frozen parameters get one, too."""
-    is_trained = parameter.requires_grad
-    parameter.requires_grad_(True)
-    handle = parameter.register_hook(hook)
-    parameter.requires_grad_(is_trained)
-    hooks: Any = parameter._backward_hooks
-    others = [(key, value) for key, value in hooks.items() if key != handle.id]
-    for key, value in others:  # torch goes by when they were put in
-        del hooks[key]
-        hooks[key] = value
-
-
-def _is_seen(parameter: nn.Parameter) -> bool:
-    """Return whether anybody reads this gradient before backward ends: a hook, or a call of `torch.autograd.grad`."""
-    if len(parameter._backward_hooks or ()) > 1 or parameter._post_accumulate_grad_hooks:  # type: ignore[arg-type]
-        return True
-    try:
-        return not torch._C._will_engine_execute_node(end_of(parameter))  # type: ignore[attr-defined]
-    except RuntimeError:  # torch's answer for a leaf that `torch.autograd.grad` was given
-        return True
-
-
 def sum_plain_gradients_of(
     model: nn.Module, mesh: ProcessGrid, axes: Sequence[str], watches: bool = True
 ) -> PlainGradients | None:
@@ -378,7 +377,9 @@ def sum_plain_gradients_of(
     if sums is None:
         if mesh.device_mesh is None:
             return None
-        sums = model.ndtp_plain_gradients = PlainGradients(mesh, axes)  # type: ignore[assignment]
+        averages = any(isinstance(hook, DataLoss) for hook in model._forward_hooks.values())
+        whose_loss = type(model).__name__ if averages else ""
+        sums = model.ndtp_plain_gradients = PlainGradients(mesh, axes, whose_loss)  # type: ignore[assignment]
         if watches:
             model.register_forward_pre_hook(sums.watch, prepend=True)
         elif sums.axes:

@@ -1,12 +1,14 @@
 """Code outside of a model's forward computes with its parameters and layers, where ranks have rows of their own."""
 
 import copy
+import warnings
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from products import mesh_of
+from small_models import IDS, build
 from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.nn.utils import parametrizations, prune
@@ -323,3 +325,33 @@ def check_computed_outside():
 
 def test_weights_computed_outside_of_a_forward(ranks):
     ranks(2).run(check_computed_outside)
+
+
+def check_beside_the_mean_of_all(sizes):
+    """The loss of a stock model along dp is divided by nothing; a warning says that terms of weights are."""
+    mesh = mesh_of(Grid(**sizes))
+    dense, model = build("llama"), ndtp.parallelize(build("llama"), mesh, scheme="1d")
+    mine, said = IDS.chunk(2)[mesh.coordinate["dp"]], []
+    for step in range(3):  # the penalty before the loss, behind it, and by itself
+        model.zero_grad()
+        dense.zero_grad()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            model(mine, labels=mine).loss.backward()
+            with torch.no_grad():
+                penalty(model)  # a number for a log
+            assert not [each for each in told if "as a penalty" in str(each.message)] or step
+            model.zero_grad()
+            term = penalty(model) / 2
+            loss = model(mine, labels=mine).loss
+            (term if step == 2 else term + loss if step else loss + term).backward()
+        said += [str(each.message) for each in told if "as a penalty" in str(each.message)]
+        (penalty(dense) + (0 if step == 2 else dense(IDS, labels=IDS).loss)).backward()
+        same_gradients(model, dense)
+    assert len(said) == 1 and "along dp" in said[0] and "divide such a term by 2, loss + term / 2" in said[0], said
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 2, "x": 2}], ids=str)
+def test_a_penalty_beside_the_mean_of_all_rows_is_warned_of(ranks, sizes):
+    pytest.importorskip("transformers")
+    ranks(2 * sizes.get("x", 1)).run(check_beside_the_mean_of_all, sizes)
