@@ -56,6 +56,7 @@ def getters(*names: str) -> set[object]:
 KNOWN = _named(*ELEMENTWISE)
 IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
 DROPOUTS = {F.dropout, torch.dropout, torch.dropout_}
+CASTS = _named("bfloat16", "double", "float", "half", "to", "type_as")
 # What does not depend on the numbers, nor on how they lie.
 FACTS = {
     *getters(

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from ndtp.compute.torch_calls import Arguments, Keywords, TorchFunction
 from ndtp.models.attention_inputs import BIASES, HIDDEN, PASSED, is_batched, kv_heads_of
-from ndtp.models.between import DROPOUTS, FACTS, SIZES
+from ndtp.models.between import CASTS, DROPOUTS, FACTS, SIZES
 from ndtp.models.fused_order import heads_in_order
 from ndtp.models.local_heads import take_heads
 from ndtp.models.of_heads import Beside, beside
@@ -52,7 +52,7 @@ class Unread(Placeholder):
                 return func(*args, **(kwargs or {}))
         if func in SIZES:
             return func(torch.empty(args[0].seen, device="meta"), *args[1:], **(kwargs or {}))
-        if func in DROPOUTS:
+        if func in CASTS | DROPOUTS and isinstance(args[0], Unread):
             return args[0]
         back = next((x for x in args if isinstance(x, LedBack)), None)
         if back is not None:  # a residual

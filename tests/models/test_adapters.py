@@ -205,6 +205,39 @@ def check_volume():
     assert meter.volume == model.ndtp_report.volume(4, 6)
 
 
+def of_another_dtype(model):
+    """As peft makes them by default around layers in 16 bits."""
+    model.float()
+    for key, parameter in model.named_parameters():
+        if "lora_" in key:
+            parameter.data = parameter.data.double()
+    return model
+
+
+def check_dtypes():
+    """Hidden states are cast for adapters, in front of the projections of attention, too."""
+    for name in TARGETS:
+        for sizes, scheme in (({"x": 2}, "1d"), ({"y": 2}, "3d")):
+            dense, given = of_another_dtype(adapted(name, by_peft)), inputs(name)
+            model = ndtp.parallelize(of_another_dtype(adapted(name, by_peft)), mesh_of(Grid(**sizes)), scheme=scheme)
+            with CommMeter() as meter:
+                loss = model(**given).loss
+                loss.backward()
+            assert meter.volume == model.ndtp_report.volume(**given), f"{name}, {scheme}"
+            expected = dense(**given).loss
+            expected.backward()
+            torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0.0)
+            for mine, theirs in zip(model.parameters(), dense.parameters(), strict=True):
+                if theirs.grad is not None:
+                    assert mine.grad.dtype == theirs.grad.dtype == torch.float64
+                    torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_adapters_of_another_dtype_than_their_layers(ranks):
+    pytest.importorskip("peft")
+    ranks(2).run(check_dtypes)
+
+
 def test_adapters_of_the_same_form(ranks):
     ranks(4).run(check_form)
     ranks(4).run(check_volume)
