@@ -6,7 +6,8 @@ Each class of configs is built without memory: as it is, with each of its fields
 classes, and with three fields changed at once.  In each such model ndtp counts blocks (`ndtp.models.counted`), torch
 counts what its code multiplies (`counted_reference`), and what the config alone tells (`ndtp.planner.model_config`)
 must be the same blocks, or a refusal.  `--write` takes the families that the config alone tells right, and writes
-`ndtp/planner/model_families.json`.  All of it: half an hour.
+`ndtp/planner/model_families.json`.  `--record` adds to the classes that a record has already; each names the commit of
+ndtp that gave it.  All of it: half an hour.
 """
 
 from __future__ import annotations
@@ -18,12 +19,18 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from datetime import date
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from odd_settings import Case, cases, defaults, kinds
 
+sys.path.append(str(Path(__file__).parents[1] / "models"))  # of `recorded`
+
+from recorded import commit_of
+
+import ndtp
 from ndtp.errors import GridError
 from ndtp.planner.model_config import EXPERTS, FFN, HEADS, HIDDEN, LAYERS, PARTS, READ, VOCABULARY, sizes_of
 from ndtp.planner.model_families import TABLE, Family, families
@@ -140,9 +147,7 @@ def chosen(found: Mapping[str, Sequence[Case]]) -> dict[str, Family]:
 
 def record(found: Mapping[str, Sequence[Case]], known: Mapping[str, Family]) -> dict[str, Any]:
     """Numbers of settings: counted or refused, and by the config alone the same, refused or different."""
-    import transformers
-
-    rows, reasons = {}, Counter[str]()
+    rows, commit = {}, commit_of(Path(ndtp.__file__).parent)
     for kind, each in sorted(found.items()):
         told = [alone(case, known) for case in each]
         rows[kind] = {
@@ -154,15 +159,22 @@ def record(found: Mapping[str, Sequence[Case]], known: Mapping[str, Family]) -> 
             "alone_refused": told.count("refused"),
             "alone_differ": [f"{c.changed}: {text}" for c, text in zip(each, told, strict=True) if _differs(text)],
         }
-        reasons.update({case.problem.splitlines()[0][:120] for case in each[:1] if case.blocks is None})
+        reason = next((case.problem.splitlines()[0][:120] for case in each[:1] if case.blocks is None), "")
+        rows[kind] |= {"refused_as_it_is": reason, "commit": commit, "date": date.today().isoformat()}
+    return rows
+
+
+def told_of(rows: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return a record: the rows, and what they add up to."""
+    import transformers
+
     totals: dict[str, Any] = {"config_classes": len(rows), "built": sum(bool(row["settings"]) for row in rows.values())}
     for key in ("settings", "counted", "refused", "differ", "alone_same", "alone_refused", "alone_differ"):
         totals[key] = sum(len(row[key]) if isinstance(row[key], list) else row[key] for row in rows.values())
     return {
         "transformers": transformers.__version__,
         "totals": totals,
-        "refused_as_they_are": dict(reasons),
-        "rows": rows,
+        "rows": dict(sorted(rows.items())),
     }
 
 
@@ -188,7 +200,9 @@ def main() -> None:
     known = {**families(), **chosen(found)} if arguments.write else families()
     if arguments.write:
         write(known)
-    result = record(found, known)
+    result = told_of(record(found, known))
+    if arguments.record and arguments.record.exists():
+        result = told_of({**json.loads(arguments.record.read_text(encoding="utf-8"))["rows"], **result["rows"]})
     if arguments.record:
         arguments.record.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     for kind, row in result["rows"].items():

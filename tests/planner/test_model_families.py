@@ -1,7 +1,9 @@
 """How models are counted, by a sample of `real_models.py`: other families every day, at settings drawn anew."""
 
+import json
 import random
 from datetime import date
+from pathlib import Path
 
 import pytest
 
@@ -42,6 +44,17 @@ def test_fields_that_a_file_leaves_out_are_those_of_the_class():
     for file, size in ((small, 128), (small | {"head_dim": None}, 48)):
         attention, *_ = sizes_of(file).blocks(1)
         assert attention.outs[0] == 48 * size
+
+
+def test_the_record():
+    """Nothing differs in the whole comparison, as `real_models.py --record` wrote it; each class names its commit."""
+    record = json.loads((Path(__file__).parents[2] / "bench" / "results" / "model_counts.json").read_text())
+    totals, rows = record["totals"], record["rows"]
+    assert (
+        totals["differ"] == totals["alone_differ"] == 0 and totals["counted"] + totals["refused"] == totals["settings"]
+    )
+    assert totals["config_classes"] == len(rows) > 800 and all(row["commit"] and row["date"] for row in rows.values())
+    assert {kind for kind, row in rows.items() if row["alone_same"]} <= families().keys()
 
 
 def test_the_table():
