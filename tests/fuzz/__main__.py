@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from datetime import date
 from pathlib import Path
 
 import torch
@@ -48,6 +49,7 @@ def main() -> int:
             "results_compared": campaign.num_compared,
             "seconds": round(seconds),
             "torch": torch.__version__,
+            "date": date.today().isoformat(),
             "failures": [
                 {"seed": failure.seed, "what": failure.what, "smallest": failure.smallest and concise(failure.smallest)}
                 for failure in campaign.failures

@@ -35,6 +35,10 @@ def languages():
         0, 2, grid=(("x", 2),), hidden=8, inner=8, vocabulary=16, batch=1, deeds=(), odd="learning rate", rank=1
     )
     compared.append(run_language(plain))
+    # Kinds that change layers, what a model is given, or what all ranks run, on models whose layers have other names.
+    for family, kind in (("llama", "dropout's seed"), ("own", "order of layers"), ("llama", "noise in an input"),
+                         ("llama", "order of reads")):  # fmt: skip
+        compared.append(run_language(replace(plain, family=family, odd=kind)))
     odd, KIND_OF["learning rate"] = KIND_OF["learning rate"], replace(KIND_OF["learning rate"], changes={})
     try:
         run_language(plain)
