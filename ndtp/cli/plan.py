@@ -32,6 +32,7 @@ from ndtp.planner.training.practice import PRACTICES, RECOMPUTE
 if TYPE_CHECKING:
     from ndtp.planner.block_cost import Block
     from ndtp.planner.grid_plan import GridPlan
+    from ndtp.planner.grid_plans import GridPlans
 
 
 SOME = at_least(1)
@@ -204,7 +205,7 @@ def plan(
         out.print(
             f"Planned block by block, without stages, micro-batches and recomputation: {unlike}.", highlight=False
         )
-    print_table(out, _table(plans[:top], len(plans)))
+    print_table(out, _table(plans, top))
     savings = wire_savings(plans[0])
     _say_best(out, plans[0], sizes is not None, savings)
     if plot is not None:
@@ -227,44 +228,19 @@ def _blocks(
     return tuple(mlp_or_experts(tokens, hidden, ffn, gated, *of))
 
 
-def _table(plans: list[GridPlan], count: int) -> Table:
-    from ndtp.planner.request import GIB, MIB
+def _table(plans: GridPlans, top: int) -> Table:
+    from ndtp.planner.grid_plans import COLUMNS, WORDS
 
-    request = plans[0].request
-    of = f" of {count}" if count > len(plans) else ""
-    title = f"{len(plans)}{of} grids of {request.ranks} ranks by {request.objective}, on {request.hardware.name}"
-    table = Table(title=title, title_justify="left", caption_justify="left")
-    table.add_column("#", justify="right")
-    table.add_column("grid, slowest axis first")
-    table.add_column("kind")
-    for heading in ("MiB/step", "x bound", "ms/step", "waiting", "GiB"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for i, each in enumerate(plans, 1):
-        mib = each.volume_bytes / MIB
-        table.add_row(
-            str(i),
-            grid_text(each),
-            each.kind.replace("data parallel", "DP").replace("expert parallel", "EP"),
-            f"{mib:,.0f}" if 1e4 <= mib < 1e9 else in_digits(mib, 4),
-            in_digits(each.bound_ratio),
-            in_digits(each.step_ms, 4),
-            f"{each.exposed_ms / each.step_ms:.0%}",
-            in_digits(each.memory_bytes / GIB),
-        )
+    table = Table(title=f"{top} of " * (top < len(plans)) + plans.title, title_justify="left", caption_justify="left")
+    for i, heading in enumerate(COLUMNS):
+        table.add_column(heading, justify="left" if 0 < i < WORDS else "right", no_wrap=i >= WORDS)
+    for row in plans[:top].rows():
+        table.add_row(*row)
     table.caption = (
         "Per rank, forward and backward; times are predicted, not measured.\n"
         "x bound: volume over twice the products' lower bounds, a reference."
     )
     return table
-
-
-def grid_text(plan: GridPlan) -> str:
-    """Axes of one rank say nothing."""
-    axes = plan.grid.nontrivial(plan.grid.names)
-    text = " ".join(f"{axis}={plan.grid[axis]}" for axis in axes) or "one rank"
-    folded = [axis for axis in plan.expert_axis or () if axis != "e"]
-    text += f" experts {' '.join(plan.expert_axis or ())}" * bool(folded)
-    return text + (f" regather {''.join(plan.regather)}" if plan.regather else "")
 
 
 def _say_best(out: Any, best: GridPlan, whole: bool, savings: list[dict[str, object]]) -> None:

@@ -68,6 +68,15 @@ class GridPlan:
         return html.table(("plan", ""), rows.items())
 
     @property
+    def grid_text(self) -> str:
+        """The axes of more than one rank, and what is gathered again."""
+        axes = self.grid.nontrivial(self.grid.names)
+        text = " ".join(f"{axis}={self.grid[axis]}" for axis in axes) or "one rank"
+        folded = [axis for axis in self.expert_axis or () if axis != "e"]
+        text += f" experts {' '.join(self.expert_axis or ())}" * bool(folded)
+        return text + (f" regather {''.join(self.regather)}" if self.regather else "")
+
+    @property
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments for `ndtp.nn.MLP` and `ndtp.parallelize`; with experts for `ndtp.nn.MoE` and the latter."""
         sent = {} if self.request.wire is None else {"wire": str(self.request.wire)}

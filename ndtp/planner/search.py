@@ -1,6 +1,7 @@
 """`plan`: which grid a block should run on, searched among all of them, with reasons.  Pure.
 
-best, *others = ndtp.plan(tokens=8192, hidden=4096, ffn=16384, ranks=64, hardware="h100-ib")
+plans = ndtp.plan(tokens=8192, hidden=4096, ffn=16384, ranks=64, hardware="h100-ib")    # print(plans): a table
+best = plans[0]
 mesh = ndtp.ProcessGrid(best.grid)
 mlp = ndtp.nn.MLP(4096, 16384, mesh=mesh, **best.arguments)     # or ndtp.parallelize(model, mesh, best)
 """
@@ -20,6 +21,7 @@ from ndtp.errors import GridError
 from ndtp.planner import block_cost
 from ndtp.planner.block_cost import Block, Grids
 from ndtp.planner.grid_plan import GridPlan
+from ndtp.planner.grid_plans import GridPlans
 from ndtp.planner.grids import FOLDED, grids_of
 from ndtp.planner.hardware import Hardware
 from ndtp.planner.refusals import explain_none
@@ -61,7 +63,7 @@ def plan(
     wire: Wire | str | Mapping[str, str | bool | None] | None = None,
     captured: bool = True,
     limit: int | None = None,
-) -> list[GridPlan]:
+) -> GridPlans:
     """Grids for a block of `tokens` rows (of the whole job), best first.
 
     Every factorization of `ranks` into (dp, z, x, y) is weighed in every rank order; each grid is listed once, in its
@@ -155,7 +157,7 @@ class Candidates:
         return np.lexsort((*folded, *keys))
 
 
-def search(request: Request, limit: int | None = None) -> list[GridPlan]:
+def search(request: Request, limit: int | None = None) -> GridPlans:
     """The ranked grids of a request.
 
     Raises:
@@ -164,7 +166,7 @@ def search(request: Request, limit: int | None = None) -> list[GridPlan]:
     found, bound = candidates(request), request.bound
     even = np.logical_and.reduce([block_cost.divides(block, found.g, pad=False) for block in request.blocks])
     chosen = found.ranked(request.objective)[:limit]
-    return [_grid_plan(request, found, int(i), not even[i], bound) for i in chosen]
+    return GridPlans(_grid_plan(request, found, int(i), not even[i], bound) for i in chosen)
 
 
 def candidates(request: Request) -> Candidates:

@@ -56,9 +56,9 @@ def plan_sequence(blocks: Sequence[Block], request: Request, candidates: int = 1
         raise GridError("plan_sequence: blocks that follow one another have the same tokens and hidden size")
     shape = blocks[0].tokens, blocks[0].hidden
     # Only grids that divide every size: what lies between two blocks has no padding of either.
-    options = [search(replace(request, blocks=(block,), pad=False)) for block in blocks]
-    shared = {_key(each.grid) for found in options for each in found[:candidates]}
-    options = [[each for each in found if _key(each.grid) in shared] for found in options]
+    every = [search(replace(request, blocks=(block,), pad=False)) for block in blocks]
+    shared = {_key(each.grid) for found in every for each in found[:candidates]}
+    options = [[each for each in found if _key(each.grid) in shared] for found in every]
     best: list[tuple[float, tuple[GridPlan, ...], tuple[int, ...]]]
     best = [(_cost(each, request), (each,), ()) for each in options[0]]
     for found in options[1:]:

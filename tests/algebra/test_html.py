@@ -59,5 +59,20 @@ def test_plans_and_volumes():
     assert cells[:2] == ["grid", str(best.grid)] and best.why in cells
 
 
+def test_the_list_of_plans_is_a_table():
+    plans = ndtp.plan(tokens=8192, hidden=64, ffn=256, ranks=64)
+    rows = [[cell.text for cell in row.iter("td")] for row in ET.fromstring(plans._repr_html_()).iter("tr")][1:]
+    assert [row[1] for row in rows] == [plan.grid_text for plan in plans[:20]] and rows[0][-1] == plans[0].why
+    first, heading, *lines, last = str(plans).splitlines()
+    assert (
+        first == f"{len(plans)} grids of 64 ranks by time, on h100-ib" and last == f"... and {len(plans) - 20} others"
+    )
+    assert [line.split()[0] for line in (heading, *lines)] == ["#", *map(str, range(1, 21))]
+    assert max(map(len, lines)) == len(heading) < 100  # what stands below each other is aligned
+    few = plans[1:3]
+    assert few == [plans[1], plans[2]] and str(few).count("\n") == 3 and few._repr_html_().count("<tr>") == 3
+    assert str(plans[:0]) == "[]" and plans[:0]._repr_html_() == "<pre>[]</pre>"
+
+
 def test_text_is_escaped():
     assert html.lines("<b>") == "<pre>&lt;b&gt;</pre>" and "&lt;i&gt;" in html.table(("a",), [("<i>",)])
