@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from ndtp.algebra.schemes import SCHEMES
-from ndtp.cli.bench_step import DTYPES, grid_of
+from ndtp.cli.bench_step import DTYPES, grid_of, named_case
 from ndtp.cli.common import (
     COUNT,
     COUNT_OR_NONE,
@@ -175,23 +175,17 @@ def choose(text: str | None, scheme: str | None, ranks: int | None, shape: Block
         GridError: a grid of another number of ranks than the launcher's or --ranks, one rank, or text that names none.
         LayoutError: a scheme that is not there or does not fit the grid, or sizes that do not divide.
     """
-    from ndtp.algebra.schemes import scheme_of
-    from ndtp.measure.volume import VolumeCase, cases
+    from ndtp.measure.volume import cases
 
-    named = None if text is None else grid_of(text)
-    count = num_ranks(ranks, named.num_ranks if named else 4, least=2)
-    if named is None:
+    count = num_ranks(ranks, 4 if text is None else grid_of(text).num_ranks, least=2)
+    if text is None:
         found = [case for case in cases(count, shape, count**2) if scheme in (None, case.scheme)]
         if not found:
             raise GridError(
                 f"bench overlap: no grid of {count} ranks for --scheme {scheme} was found; name one by --grid"
             )
         return found[0]
-    if named.num_ranks != count:
-        raise GridError(f"bench overlap: --grid {text!r} has {named.num_ranks} ranks, the run has {count}")
-    case = VolumeCase(named, scheme or scheme_of(named))
-    case.predicted(shape, 1)  # raises where the sizes do not divide
-    return case
+    return named_case("bench overlap", text, count, shape, scheme)
 
 
 def _device(world: int | None) -> str:

@@ -28,7 +28,7 @@ from ndtp.cli.common import (
     write_json,
 )
 from ndtp.cli.progress import Bar
-from ndtp.errors import GridError
+from ndtp.errors import GridError, LayoutError
 from ndtp.planner.fields import in_digits
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def step(
     from ndtp.planner.hardware import Hardware
 
     world = world_size()
-    count = num_ranks(ranks, 4, least=2)
+    count = num_ranks(ranks, grid_of(grids[0]).num_ranks if grids else 4, least=2)
     profile, shape = Hardware.load(hardware), BlockShape(tokens, hidden, ffn)
     profile.flops_per_second(DTYPES[dtype])  # raises where the profile has no rate for it
     chosen = choose(grids or [], count, shape, top)
@@ -126,11 +126,10 @@ def choose(texts: list[str], ranks: int, shape: BlockShape, top: int) -> list[Vo
     """The grids that were named, or the `top` ones by volume.
 
     Raises:
-        GridError: a grid of another number of ranks; no grid that divides the sizes.
+        GridError: a grid of another number of ranks, or that does not divide the sizes; no grid that divides them.
         typer.BadParameter: text that names none.
     """
-    from ndtp.algebra.schemes import scheme_of
-    from ndtp.measure.volume import VolumeCase, cases
+    from ndtp.measure.volume import cases
 
     if not texts:
         found = [case for case in cases(ranks, shape, top) if case.scheme != "1d"][:top]
@@ -140,15 +139,33 @@ def choose(texts: list[str], ranks: int, shape: BlockShape, top: int) -> list[Vo
                 f"fix: --tokens {-(-shape.tokens // ranks) * ranks}"
             )
         return found
-    chosen = []
-    for text in texts:
-        grid = grid_of(text)
-        if grid.num_ranks != ranks:
-            raise GridError(f"bench step: --grid {text!r} has {grid.num_ranks} ranks, the run has {ranks}")
-        case = VolumeCase(grid, scheme_of(grid))
-        case.predicted(shape, 1)  # raises where the sizes do not divide
-        chosen.append(case)
-    return chosen
+    return [named_case("bench step", text, ranks, shape) for text in texts]
+
+
+def named_case(command: str, text: str, ranks: int, shape: BlockShape, scheme: str | None = None) -> VolumeCase:
+    """Return the grid that --grid names, which has as many ranks as the run and divides the sizes.
+
+    Raises:
+        GridError: it has not, or does not; names the options with which it would.
+        typer.BadParameter: text that names none.
+    """
+    from ndtp.algebra.schemes import scheme_of
+    from ndtp.measure.volume import BlockShape, VolumeCase
+
+    grid = grid_of(text)
+    if grid.num_ranks != ranks:
+        fix = "a --grid of as many" if world_size() else f"--ranks {grid.num_ranks}"
+        raise GridError(f"{command}: --grid {text!r} has {grid.num_ranks} ranks, the run has {ranks}; fix: {fix}")
+    case = VolumeCase(grid, scheme or scheme_of(grid))
+    near = BlockShape(*(-(-size // ranks) * ranks for size in vars(shape).values()))
+    try:
+        case.predicted(shape, 1)
+    except LayoutError as error:
+        why = str(error).splitlines()[0].removesuffix(".")
+        options = " ".join(f"--{name} {size}" for name, size in vars(near).items() if size != getattr(shape, name))
+        case.predicted(near, 1)  # raises where it is not the sizes
+        raise GridError(f"{command}: --grid {text!r}: {why}\n  fix: {options}, or another --grid") from None
+    return case
 
 
 def grid_of(text: str) -> Grid:

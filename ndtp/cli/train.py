@@ -150,6 +150,7 @@ def train(
     """
     from ndtp.cli.job import ByteModelSizes, Job
     from ndtp.cli.resuming import chosen_grid
+    from ndtp.cli.train_grid import check_grid
     from ndtp.cli.training import has_checkpoint
     from ndtp.cli.training import train as train_on_ranks
     from ndtp.testing import RankError
@@ -219,6 +220,8 @@ def train(
             wire=Wire.of(wire),
             capture=capture,
         )  # fmt: skip
+        if axes and world_size() is None:  # those of torchrun are there, and all say the same
+            check_grid(job)
         name = job.name
         table, unit = partial(live_table, job.output / LOG), (batch * context, "tokens")
         while True:

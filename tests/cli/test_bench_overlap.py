@@ -215,7 +215,7 @@ def test_grids_and_schemes():
         (("--chunks", "0"), "--chunks 0 is neither a number from 1 to 1024 nor auto"),
         (("--chunks", "many"), "--chunks many is neither a number"),
         (("--grid", "q=4"), "--grid: 'q=4': 'q=4' is not an axis and its size; write it like"),
-        (("--ranks", "4", "--grid", "y=8"), "has 8 ranks, the run has 4"),
+        (("--ranks", "4", "--grid", "y=8"), "has 8 ranks, the run has 4; fix: --ranks 8"),
         (("--ranks", "1"), "--ranks 2 or more"),
         (("--scheme", "4d"), "4d"),
         (("--grid", "y=4", "--scheme", "4d"), "'4d'; it must be one of 1d, 1d-sp"),
@@ -223,7 +223,7 @@ def test_grids_and_schemes():
         (("--dtype", "int8"), "'int8'; it must be one of fp32, bf16, fp16"),
         (("--rounds", "0"), "'--rounds': 0; it must be an integer from 1 to 1,000,000"),
         (("--trace", "/nowhere/trace.json"), "the folder /nowhere does not exist"),
-        (("--grid", "x=4 y=2", "--hidden", "18"), "does not divide"),
+        (("--grid", "x=4 y=2", "--hidden", "18"), "4 does not divide 18\n  fix: --hidden 24, or another --grid"),
     ],
 )
 def test_wrong_use(ndtp, words, message):

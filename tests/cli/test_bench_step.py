@@ -125,13 +125,17 @@ def test_named_grids():
     "words, message",
     [
         (("--ranks", "4", "--grid", "q=4"), "write it like z=2,x=2,y=2; axes: dp z x y"),
-        (("--ranks", "4", "--grid", "y=8"), "has 8 ranks, the run has 4"),
+        (("--ranks", "4", "--grid", "y=8"), "has 8 ranks, the run has 4; fix: --ranks 8"),
         (("--ranks", "7"), "multiples of 7"),
         (("--ranks", "1"), "--ranks 2 or more"),
         (("--compare", "jax"), "'jax'; it must be one of torch, megatron"),
         (("--dtype", "int8"), "'int8'; it must be one of fp32, bf16, fp16"),
         (("--hardware", "cpus"), "did you mean cpu"),
-        (("--ranks", "8", "--grid", "x=8", "--hidden", "12"), "8 does not divide 12"),
+        (
+            ("--ranks", "8", "--grid", "x=8", "--hidden", "12"),
+            "8 does not divide 12\n  fix: --hidden 16, or another --grid",
+        ),
+        (("--grid", "x=3"), "3 does not divide 16\n  fix: --tokens 66 --hidden 18 --ffn 33, or another --grid"),
     ],
 )
 def test_wrong_use(ndtp, words, message):

@@ -192,12 +192,15 @@ def test_under_torchrun(ranks, tmp_path):
         ),
         (("--micro-batches", 2), "Invalid value for --micro-batches: it takes --stages 2 or more"),
         (("--width", "36", "--heads", "3", "--grid", "x=2"), "3 heads are split over x=2"),
-        (("--batch", 7, "--context", 15, "--grid", "dp=2"), "fix: --batch and --context whose product the axes divide"),
-        (("--width", "16", "--heads", "4", "--grid", "x=3"), "fix: --width and --heads that the axes divide, or"),
+        (("--batch", 7, "--context", 15, "--grid", "dp=2"), "fix: --batch 8, or another --grid, such as those of"),
+        (("--width", "16", "--heads", "4", "--grid", "x=3"), "fix: --width 24 --heads 6 --batch 9, or another --grid"),
+        (("--width", "16", "--heads", "4", "--grid", "z=3"), "fix: --width 24 --batch 9, or another --grid"),
+        (("--stages", 2, "--layers", 2, "--grid", "dp=3"), "fix: --batch 12, or another --grid"),
     ],
 )
 def test_wrong_use(tmp_path, monkeypatch, arguments, message):
     monkeypatch.setattr("ndtp.cli.train.find_spec", lambda name: None)  # no TensorBoard
+    monkeypatch.delattr("ndtp.cli.train.Runner")  # no rank is started
     result = train("--output", tmp_path, *arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.replace("│", " ").split())
