@@ -94,7 +94,8 @@ def volume(
     """Communication volume of a block across grids: predicted == metered, or exit status 1.
 
     Metered on a fake process group, and for small counts on real ranks with a smaller block.  With --model, of a whole
-    model of transformers, as its report says on each grid.
+    model of transformers, as its report says on each grid; the last row is then Megatron's 1D, in which each rank keeps
+    hidden states whole.
 
     Example: ndtp bench volume --ranks 4096 --tokens 131072 --hidden 8192 --ffn 32768
     """

@@ -112,6 +112,10 @@ def _table(title: str, chosen: list[Any], rows: list[dict[str, Any]]) -> Table:
         most = f"{part / max(1, row['bytes']):.0%} over {axes}"
         table.add_row(str(candidate), candidate.scheme, *cells, f"{row['bytes'] / max(1, least):.2f}", most)
     table.caption = "As model.ndtp_report.volume says on these grids: loss, norms and embedding included."
+    if chosen[-1].keeps_whole:
+        table.caption += (
+            "\nThe last row is Megatron's 1D: each rank keeps hidden states whole, and sums them by all-reduces."
+        )
     return table
 
 

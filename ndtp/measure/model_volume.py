@@ -47,6 +47,11 @@ class GridCandidate:
         return " ".join(f"{axis}={self.grid[axis]}" for axis in axes) or "one rank"
 
     @property
+    def keeps_whole(self) -> bool:
+        """Whether it is 1D with whole hidden states, which stands beside the planner's schemes."""
+        return self.scheme != self.plan.scheme
+
+    @property
     def sequences_split(self) -> int:
         """The number of ranks over which a step's sequences are split."""
         return self.grid["dp"] * (self.grid["e"] if "e" in self.grid else 1)

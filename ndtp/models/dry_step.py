@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ndtp.algebra.volume import Volume
 from ndtp.compute.torch_calls import Arguments, Keywords, TorchFunction
 from ndtp.errors import LayoutError
 from ndtp.models.cached_results import forgotten_fake_results
+from ndtp.models.forms import forms_of_results
 from ndtp.models.hidden import Hidden, leave
 from ndtp.models.kept_random import random_kept
 from ndtp.nn.sharded import shadow_of
@@ -52,18 +52,6 @@ class OfWholeBatches(TorchFunctionMode):
         if func in (torch.any, Tensor.any) and isinstance(result, Tensor) and not result.dim() and result.is_meta:
             return torch.tensor(False)
         return result
-
-
-class OfAnyDtype(TorchDispatchMode):
-    """Gives grouped products their form in any dtype; torch's kernel for tensors without memory takes bf16 alone."""
-
-    def __torch_dispatch__(
-        self, func: TorchFunction, types: object, args: Arguments = (), kwargs: Keywords | None = None
-    ) -> object:
-        if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
-            return func(*args, **(kwargs or {}))
-        a, b, *rest = args
-        return func(a.bfloat16(), b.bfloat16(), *rest, **(kwargs or {})).to(a.dtype)
 
 
 def _of_one_dtype(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -98,7 +86,7 @@ def step_volume(model: nn.Module, mesh: ProcessGrid, given: Mapping[str, object]
             torch.enable_grad(),
             warnings.catch_warnings(),
             OfWholeBatches(),
-            OfAnyDtype(),
+            forms_of_results(),
         ):
             ending.enter_context(each)
         warnings.simplefilter("ignore", UserWarning)  # of what is gathered: the step itself says so
