@@ -44,7 +44,7 @@ from ndtp.cli.train_checks import (
     micro_batches_of,
     packed_tokens,
 )
-from ndtp.cli.train_log import LOG, live_table
+from ndtp.cli.train_log import LOG, basis_of_mfu, hardware_here, live_table
 from ndtp.cli.train_model import config_file
 from ndtp.errors import LayoutError
 from ndtp.planner.fields import Number, integer
@@ -114,7 +114,7 @@ def train(
     wire: WireOption = None,
     dtype: Annotated[str, typer.Option(callback=dtype_of("float32", "float64", "bfloat16"))] = "float32",
     hardware: Annotated[
-        str, typer.Option(metavar="NAME|FILE.toml", help=f"Logs utilisation, MFU, of it. {PRESETS}.")
+        str, typer.Option(metavar="NAME|FILE.toml", help=f"Whose peak MFU is of. Default: the GPU's. {PRESETS}.")
     ] = "",
     sample: Annotated[
         int, typer.Option(callback=must_be(Number(0, 2**16, integer=True)), help="Tokens of text to make at the end.")
@@ -202,10 +202,8 @@ def train(
     if without := [folder for folder in compare or () if not (folder / LOG).is_file()]:
         raise typer.BadParameter(f"{without[0]} has no {LOG}, as the output of a run has", param_hint="--compare")
     tokens = packed_tokens(data, text, tokenizer, vocabulary, field, context, output)
-    if hardware:
-        from ndtp.planner.hardware import Hardware
-
-        Hardware.load(hardware).peak(dtype)  # raises where it is not known
+    hardware = hardware or hardware_here(dtype)
+    basis = basis_of_mfu(hardware, dtype)  # raises where it is not known
     if is_first_rank() and not has_checkpoint(output):
         keep_for_export(model, tokenizer, output)
     with tempfile.TemporaryDirectory(prefix="ndtp-train-") as folder, marking(Path(folder) / "stop") as stop_file:
@@ -250,6 +248,8 @@ def train(
     if is_first_rank():
         keep_for_export(model, tokenizer, output)  # of a run that goes on: what it has is not another model's
     _finish(out, job, name, done, compare or [])
+    if done.losses:
+        out.print(basis, highlight=False)
     write_json(json_file, _summary(job, done))
     if done.stopped:
         raise typer.Exit(INTERRUPTED)

@@ -92,6 +92,31 @@ def peak_flops(job: Job) -> float:
     return Hardware.load(job.hardware).peak(job.dtype) * prod(job.grid.values()) * job.stages
 
 
+def hardware_here(dtype: str) -> str:
+    """Return the preset of this machine's GPUs; "" where there are none, or none whose peak in a dtype is known."""
+    import torch
+
+    from ndtp.planner.hardware import Hardware
+    from ndtp.planner.presets import FABRICS, device_in
+
+    device = device_in(torch.cuda.get_device_name()) if torch.cuda.is_available() else ""
+    name = f"{device}-{next(iter(FABRICS))}"
+    return name if device and dtype in Hardware.load(name).tflops else ""
+
+
+def basis_of_mfu(hardware: str, dtype: str) -> str:
+    """Return the sentence on what utilisation is a part of.
+
+    Raises:
+        GridError: hardware that is not known, or has no such dtype.
+    """
+    if not hardware:
+        return f"{LOG} has no MFU: --hardware tells what the devices could do"
+    from ndtp.planner.hardware import Hardware
+
+    return f"MFU in {LOG} is of {Hardware.load(hardware).peak(dtype) / 1e12:g} TFLOP/s a device ({hardware}, {dtype})"
+
+
 def memory_mib() -> float:
     """The most memory that this rank has had so far: of its device, or else of its process."""
     import resource

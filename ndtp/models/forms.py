@@ -6,8 +6,8 @@ them again with the same forms.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ndtp.compute.torch_calls import Arguments, Keywords, TorchFunction
 
-TensorForm = tuple[torch.Size, tuple[int, ...], torch.dtype]
+ResultForm = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
 MOST = 2**15  # that are remembered
@@ -39,7 +39,7 @@ class FormsOfResults(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.given: dict[object, tuple[bool, list[TensorForm]]] = {}
+        self.given: dict[object, tuple[bool, list[ResultForm]]] = {}
         self.new: dict[object, bool] = {}  # whether a function returns new tensors alone
 
     def __torch_dispatch__(
@@ -56,12 +56,11 @@ class FormsOfResults(TorchDispatchMode):
             made = [torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in forms]
             return made[0] if is_one else tuple(made)
         result = _called(func, args, kwargs)
-        is_one = isinstance(result, Tensor)
-        tensors = [result] if is_one else list(result)
+        tensors = [result] if isinstance(result, Tensor) else list(result)
         if all(type(x) is Tensor and x.is_meta for x in tensors):
             if len(self.given) >= MOST:
                 self.given.clear()
-            self.given[key] = is_one, [_form(x) for x in tensors]
+            self.given[key] = isinstance(result, Tensor), [_form(x) for x in tensors]
         return result
 
     def _key(self, func: TorchFunction, args: Arguments, kwargs: Keywords) -> object:
@@ -72,25 +71,25 @@ class FormsOfResults(TorchDispatchMode):
         return func, _described(args), tuple((name, _described(value)) for name, value in kwargs.items())
 
 
-def _called(func: Any, args: Arguments, kwargs: Keywords) -> Any:
+def _called(func: TorchFunction, args: Arguments, kwargs: Keywords) -> Tensor | Sequence[Tensor]:
     if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
-        return func(*args, **kwargs)
+        return func(*args, **kwargs)  # type: ignore[no-any-return]
     a, b, *rest = args
-    return func(a.bfloat16(), b.bfloat16(), *rest, **kwargs).to(a.dtype)
+    return func(a.bfloat16(), b.bfloat16(), *rest, **kwargs).to(a.dtype)  # type: ignore[no-any-return]
 
 
-def _is_new(func: Any) -> bool:
+def _is_new(func: TorchFunction) -> bool:
     """Return whether a function changes nothing, draws nothing, and returns tensors that share no memory."""
-    schema = func._schema
+    schema = func._schema  # type: ignore[attr-defined]
     of_tensors = [each.alias_info is None and str(each.type) == "Tensor" for each in schema.returns]
     return (
         bool(of_tensors)
         and all(of_tensors)
-        and not (schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags)
+        and not (schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags)  # type: ignore[attr-defined]
     )
 
 
-def _form(x: Tensor) -> TensorForm:
+def _form(x: Tensor) -> ResultForm:
     return x.shape, x.stride(), x.dtype
 
 

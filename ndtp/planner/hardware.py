@@ -173,7 +173,7 @@ class Hardware:
 
     def peak(self, dtype: str) -> float:
         """Flops a second that utilisation (MFU) is measured by."""
-        return self.peak_tflops.get(dtype, self.tflops[dtype]) * 1e12
+        return self.peak_tflops[dtype] * 1e12 if dtype in self.peak_tflops else self.flops_per_second(dtype)
 
     def limited(self, power: float) -> Hardware:
         """Return the same devices under a lower power limit, a fraction `power` of theirs.

@@ -73,6 +73,11 @@ FABRICS = {
 LATENCY_US, HOP_US = 15.0, 1.0  # inside of a node
 
 
+def device_in(text: str) -> str:
+    """Return the device of this table that a driver's name of one has in it ("NVIDIA H100 80GB HBM3"); "" if none."""
+    return max((name for name in DEVICES if name in text.lower()), key=len, default="")
+
+
 def fields_of(name: str, fabric: str) -> dict[str, object]:
     """Return the fields of `ndtp.planner.hardware.Hardware`, links included, for a preset."""
     device = DEVICES[name]

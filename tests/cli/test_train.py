@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from ndtp.cli.app import app
 from ndtp.cli.train import marking
-from ndtp.cli.train_log import COLUMNS, LOG, Log, read_log
+from ndtp.cli.train_log import COLUMNS, LOG, Log, hardware_here, read_log
 
 SIZES = ("--layers", 1, "--width", 32, "--heads", 4)  # of the byte-level model
 SMALL = ("--batch", 8, "--context", 16, "--dtype", "float64", *SIZES)
@@ -204,6 +204,19 @@ def test_wrong_use(tmp_path, monkeypatch, arguments, message):
     result = train("--output", tmp_path, *arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_what_mfu_is_of_is_said(tmp_path, monkeypatch):
+    few = ("--steps", 1, "--output")
+    assert "log.csv has no MFU: --hardware tells what the devices could do" in train(*few, tmp_path / "a").stdout
+    said = train("--hardware", "cpu", *few, tmp_path / "b").stdout
+    assert "MFU in log.csv is of 1 TFLOP/s a device (cpu, float64)" in said
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for name, preset in (("NVIDIA GH200 480GB", "gh200-ib"), ("AMD Instinct MI300X", "mi300x-ib"), ("Tesla T4", "")):
+        monkeypatch.setattr("torch.cuda.get_device_name", lambda name=name: name)
+        assert hardware_here("bfloat16") == preset and hardware_here("float64") == ""
+    result = train("--hardware", "h100-ib", *few, tmp_path / "c")
+    assert result.exit_code == 2 and "hardware 'h100-ib' has no GEMM rate for float64; it has" in result.stderr
 
 
 def test_a_text_that_is_too_short_and_a_checkpoint_of_another_text_or_model(tmp_path):
