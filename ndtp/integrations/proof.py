@@ -10,9 +10,9 @@ from __future__ import annotations
 import copy
 import inspect
 import random
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ndtp.errors import LayoutError
 from ndtp.integrations.one_program import cut_rows, data_axes, number_of_samples, whole
+from ndtp.models.data_loss import judged_outside
 from ndtp.runtime.process_grid import ProcessGrid
 
 ROUNDING, ROUNDING_OF_16_BITS = 1e-5, 1e-3  # of the loss of all rows against that of its parts
@@ -30,12 +31,14 @@ SAME = 1e-6  # of a loss of the same rows, computed again
 IGNORED = -100  # labels that do not count
 FIX = "z in the place of dp, which splits rows, too, but inside of the model, so that the loss sees the whole batch"
 DATA = ("train_dataset", "eval_dataset")  # of a Trainer, which may be long lists
-OF_ALL, MEAN, SUM = "of all rows", "a mean over rows", "a share of a sum"
+OF_ALL, SUM = "of all rows", "a share of a sum"
+# Means, by what is counted: rows, labels, or labels but for the first of each row, which nothing predicts.
+MEAN, OF_LABELS, OF_NEXT = "a mean over rows", "a mean over labels", "a mean over labels behind the first of each row"
 
 
 @dataclass
 class Proof:
-    """What a loss was found to be, at the steps 1, 2, 4, 8 and so on.
+    """What a loss was found to be, at the steps 1, 2, 4, 8 and so on, and where it could be several things.
 
     Args:
         name: of what computes the loss, for error texts.
@@ -44,37 +47,59 @@ class Proof:
     mesh: ProcessGrid
     name: str
     steps: int = 0
-    kind: str | None = None
-    is_cut: bool = True  # whether ranks have rows of their own of the last batch
+    kinds: tuple[str, ...] = ()  # that it may be, by all that was tried
+    shares: dict[str, list[float]] = field(default_factory=dict)  # of the last batch, of each rank, by kind
+
+    @property
+    def is_of_all(self) -> bool:
+        return self.kinds == (OF_ALL,)
 
     def share(self) -> float:
         """Return what a rank's loss is multiplied by, so that the gradients that ranks sum are the batch's."""
-        if self.kind is None:
+        if not self.kinds:
             raise self.refusal("was never tried, since the training_step prepares no inputs")
-        if self.kind == OF_ALL or (self.kind == SUM and self.is_cut):
-            return 1.0
-        return 1.0 / self.mesh.grid.size(data_axes(self.mesh))
+        return self.shares[self.kinds[0]][self.mesh.grid.index(self.mesh.rank, data_axes(self.mesh))]
 
     def look(self, loss_of: Callable[[Any], float], batch: object, is_cut: bool, rounding: float) -> None:
         """Find out what the loss is, where that is due; a collective.
 
+        Args:
+            is_cut: whether ranks have rows of their own of this batch.
+
         Raises:
             LayoutError: the loss of the batch is not made of those of its parts; the same on every rank.
         """
-        self.is_cut, self.steps = is_cut, self.steps + 1
+        self.steps += 1
         size = self.mesh.grid.size(data_axes(self.mesh))
         count = number_of_samples(batch)
-        if self.kind is None and count < size:
+        if not self.kinds and count < size:
             raise self.refusal(f"cannot be tried on {count} rows of {size} ranks")
-        if self.steps & (self.steps - 1) == 0 and count >= size:
-            kind = self._tried(loss_of, batch, count, rounding)
-            if self.kind not in (None, kind):
-                raise self.refusal(f"was {self.kind}, and is {kind} at step {self.steps}")
-            self.kind = kind
-        if self.kind == MEAN and is_cut:
-            self._refuse_uneven_labels(batch, count, size)
+        self.shares = (
+            shares_of(batch, count, size)
+            if is_cut
+            else dict.fromkeys((MEAN, SUM, OF_LABELS, OF_NEXT), [1 / size] * size)
+        )
+        self.shares |= {OF_ALL: [1.0] * size}
+        if (self.steps & (self.steps - 1) == 0 or not self._is_told()) and count >= size:
+            self._narrow(self._tried(loss_of, batch, count, rounding))
+            if not self._is_told() and (probe := uneven_labels(batch, count, size)) is not None:
+                self._narrow(self._tried(loss_of, probe, count, rounding))
+        if not self._is_told():
+            raise self.refusal(f"may be {' or '.join(self.kinds)}, which are other numbers at step {self.steps}")
 
-    def _tried(self, loss_of: Callable[[Any], float], batch: Any, count: int, rounding: float) -> str:
+    def _narrow(self, kinds: tuple[str, ...]) -> None:
+        """Keep, of what the loss may be, what a trial has found."""
+        left = tuple(kind for kind in self.kinds or kinds if kind in kinds)
+        if not left:
+            raise self.refusal(f"was {self.kinds[0]}, and is {kinds[0]} at step {self.steps}")
+        self.kinds = left
+
+    def _is_told(self) -> bool:
+        """Return whether all that the loss may be has ranks' losses combined alike."""
+        first, *others = [self.shares.get(kind) for kind in self.kinds] or [None]
+        return first is not None and all(each == first for each in others)
+
+    def _tried(self, loss_of: Callable[[Any], float], batch: Any, count: int, rounding: float) -> tuple[str, ...]:
         mesh, axes = self.mesh, data_axes(self.mesh)
         size = mesh.grid.size(axes)
         rows = count // size
@@ -88,28 +113,35 @@ class Proof:
             )
         ]
         total, parts, again = values[0][0], values[1], values[2][0]
-        return self._judged(total, parts, again, rounding)
+        return self._judged(total, parts, again, rounding, shares_of(batch, count, size))
 
-    def _judged(self, total: float, parts: list[float], again: float, rounding: float) -> str:
-        """Return the kind of a loss: of all rows, of each rank's, and of the first's where others have its rows."""
+    def _judged(
+        self, total: float, parts: list[float], again: float, rounding: float, shares: Mapping[str, Sequence[float]]
+    ) -> tuple[str, ...]:
+        """Return the kinds that a loss may be: of all rows, of each rank's, and of the first's where others have its
+        rows.
+        """
         scale = max(abs(total), *map(abs, parts))
-        mean, added = sum(parts) / len(parts), sum(parts)
+        combined = {
+            kind: sum(share * part for share, part in zip(each, parts, strict=True) if share)
+            for kind, each in shares.items()
+        }
 
         def near(a: float, b: float, within: float = rounding) -> bool:
             return abs(a - b) <= within * scale
 
         is_alone = near(parts[0], again, SAME)  # else it depends on the rows of others
-        if is_alone and (near(min(parts), max(parts), SAME) or near(mean, added)):
+        if is_alone and (near(min(parts), max(parts), SAME) or near(combined[MEAN], combined[SUM])):
             raise self.refusal(f"is {total + 0.0:.6g} of any rows, which does not tell whether it is that of all rows")
-        if is_alone and near(mean, total):
-            return MEAN
-        if is_alone and near(added, total):
-            return SUM
+        found = tuple(kind for kind, each in combined.items() if near(each, total))
+        if is_alone and found:
+            return found
         if not is_alone and all(near(part, total) for part in parts):
-            return OF_ALL
+            return (OF_ALL,)
         listed = ", ".join(f"{part:.6g}" for part in parts)
         raise self.refusal(
-            f"is {total:.6g} of the whole batch, and {mean:.6g} in the mean of ranks with their rows alone ({listed})"
+            f"is {total:.6g} of the whole batch, and {combined[MEAN]:.6g} in the mean of ranks with their rows alone "
+            f"({listed})"
         )
 
     def _of_every_rank(self, loss_of: Callable[[Any], float], rows: Any, of: str) -> list[float]:
@@ -126,18 +158,47 @@ class Proof:
         first = {place: loss for place, _, loss in sorted(every, reverse=True)}  # of ranks with the same rows
         return [first[place] for place in sorted(first)]
 
-    def _refuse_uneven_labels(self, batch: object, count: int, size: int) -> None:
-        labels = batch.get("labels") if isinstance(batch, Mapping) else None
-        if not isinstance(labels, Tensor) or labels.is_floating_point() or len(labels) != count:
-            return
-        counted = (labels != IGNORED).reshape(size, -1).sum(1).tolist()
-        if len(set(counted)) > 1:
-            raise self.refusal(f"is a mean over the rows of a rank, of which other numbers of labels count: {counted}")
-
     def refusal(self, what: str) -> LayoutError:
         """Return the error that says what the loss is."""
         axes = " ".join(data_axes(self.mesh))
         return LayoutError(f"Trainer: along {axes}, {self.name} {what}\n  fix: {FIX}")
+
+
+def uneven_labels(batch: object, count: int, size: int) -> object | None:
+    """Return a batch of which few labels count, so that each kind of mean is another number; None if it has no labels.
+
+    Every other rank has one of them; those between have three, the first of a row among these.
+    """
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(labels, Tensor) or labels.dim() != 2 or labels.shape[1] < 3 or len(labels) != count:
+        return None
+    counted = labels[labels != IGNORED]
+    if labels.is_floating_point() or not len(counted):
+        return None
+    few, rows = torch.full_like(labels, IGNORED), count // size
+    few[: rows * size : rows, 1] = counted[0]
+    few[rows : rows * size : 2 * rows, :3] = counted[0]
+    assert isinstance(batch, Mapping)
+    return type(batch)({**batch, "labels": few})  # type: ignore[call-arg]
+
+
+def shares_of(batch: object, count: int, size: int) -> dict[str, list[float]]:
+    """Return, by the kinds of losses of rows, the part that each rank's loss has in that of all.
+
+    Args:
+        count: of rows.
+        size: the number of ranks.
+    """
+    found = {MEAN: [1 / size] * size, SUM: [1.0] * size}
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or not labels.dim() or len(labels) != count:
+        return found
+    counts = (labels[: count // size * size] != IGNORED).reshape(size, count // size, -1)
+    for kind, each in ((OF_LABELS, counts), (OF_NEXT, counts[:, :, 1:])):
+        counted = each.sum((1, 2)).double()
+        if bool(counted.all()) and counted.numel():
+            found[kind] = (counted / counted.sum()).tolist()
+    return found
 
 
 @contextmanager
@@ -162,10 +223,11 @@ def leaving_no_trace(trainer: object, model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def naming_the_fix(proof: Proof | None) -> Iterator[None]:
-    """Say, where a model refuses what a Trainer's own loss asks of it, what helps who does not write that Trainer."""
+def proved_outside(proof: Proof | None) -> Iterator[None]:
+    """Leave a Trainer's own loss to its proof, and say in a model's refusal what helps users of that Trainer."""
     try:
-        yield
+        with nullcontext() if proof is None else judged_outside():
+            yield
     except LayoutError as error:
         if proof is None or FIX in str(error):
             raise
@@ -174,7 +236,7 @@ def naming_the_fix(proof: Proof | None) -> Iterator[None]:
 
 def loss_of(trainer: Any, model: nn.Module, inputs: Any, num_items: Any) -> float:
     """The number that a Trainer's `compute_loss` is of these rows."""
-    with leaving_no_trace(trainer, model), trainer.compute_loss_context_manager():
+    with leaving_no_trace(trainer, model), judged_outside(), trainer.compute_loss_context_manager():
         return float(whole(trainer.compute_loss(model, inputs, num_items_in_batch=num_items)))
 
 

@@ -35,7 +35,7 @@ from ndtp.integrations.one_program import (
     share_of_loss,
     whole,
 )
-from ndtp.integrations.proof import OF_ALL, Proof, loss_of, naming_the_fix, refuse_sums_of_steps, rounding_of
+from ndtp.integrations.proof import Proof, loss_of, proved_outside, refuse_sums_of_steps, rounding_of
 from ndtp.models.state_entries import mesh_of_model
 from ndtp.runtime.process_grid import ProcessGrid
 
@@ -135,7 +135,7 @@ class GridTrainerMixin:
 
         this.accelerator.backward, self._ndtp_step = of_share, (model, num_items)
         try:
-            with naming_the_fix(self._ndtp_proof):
+            with proved_outside(self._ndtp_proof):
                 loss = super().training_step(model, inputs, *rest, **kwargs)  # type: ignore[misc]
         finally:
             del this.accelerator.backward
@@ -151,7 +151,7 @@ class GridTrainerMixin:
     def _of_all_rows(self, loss: Any, is_mean: bool = True) -> Any:
         """Return the loss of the batch for one of this rank's rows; a collective."""
         mesh, proof, share = self._ndtp_mesh, self._ndtp_proof, self._share()
-        is_whole = share == 1.0 if proof is None else proof.kind == OF_ALL
+        is_whole = share == 1.0 if proof is None else proof.is_of_all
         if mesh is None or loss is None or is_whole:
             return loss
         total = loss.detach() * (share if is_mean or proof is not None else 1.0)
@@ -167,7 +167,7 @@ class GridTrainerMixin:
         if not of_rows:
             self._ndtp_mesh = None
         try:
-            with naming_the_fix(self._ndtp_proof):
+            with proved_outside(self._ndtp_proof):
                 found = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
             found = whole(found)
         finally:

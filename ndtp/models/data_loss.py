@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
@@ -22,6 +24,19 @@ FIX = "the loss of out.logits by your own code, or dp=1"
 MOST_TOLD = 64  # terms, of which ranks compare the counts
 
 
+_IS_JUDGED_OUTSIDE = ContextVar("is_judged_outside", default=False)
+
+
+@contextmanager
+def judged_outside() -> Iterator[None]:
+    """Leave each loss of a rank's rows as it is: what calls the model finds out itself how ranks' losses combine."""
+    token = _IS_JUDGED_OUTSIDE.set(True)
+    try:
+        yield
+    finally:
+        _IS_JUDGED_OUTSIDE.reset(token)
+
+
 @dataclass(frozen=True)
 class DataLoss:
     """A forward hook.  Losses of logits that are split are those of all sequences already.
@@ -39,7 +54,7 @@ class DataLoss:
         if isinstance(output, tuple):
             named = dict(zip(("loss", "logits"), output, strict=False))
         loss = named.get("loss")
-        if not isinstance(loss, Tensor) or loss.dim():
+        if not isinstance(loss, Tensor) or loss.dim() or (_IS_JUDGED_OUTSIDE.get() and not split):
             return output
         terms = terms_of(loss, split)
         if split and loss.requires_grad and not terms:

@@ -67,13 +67,51 @@ class Flat(transformers.Trainer):
 class OfCountedLabels(transformers.Trainer):
     """A mean over the labels that count, of rows in their order."""
 
+    first = 0
+
     def _get_train_sampler(self, *_):
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         logits, labels = model(input_ids=inputs["input_ids"]).logits.float(), inputs["labels"]
         picked = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-        return -(picked * (labels >= 0)).sum() / (labels >= 0).sum()
+        counts = (labels >= 0)[:, self.first :]
+        return -(picked[:, self.first :] * counts).sum() / counts.sum()
+
+
+class Other(OfCountedLabels):
+    """A mean over labels in the first step, and one over rows from then on."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if self.state.global_step < 1:
+            return super().compute_loss(model, inputs)
+        return model(input_ids=inputs["input_ids"]).logits[:, -1].square().mean()
+
+
+class OfNextLabels(OfCountedLabels):
+    """A mean over the labels that count and follow another token."""
+
+    first = 1
+
+
+class WithForward(OfCountedLabels):
+    """A mean over labels that a forward in the place of the model's own gives, as those of trl's SFTTrainer."""
+
+    first = 1
+
+    def __init__(self, model, **named):
+        super().__init__(model=model, **named)
+        forward = self.model.forward
+
+        def with_loss(input_ids, labels, **_):
+            out = forward(input_ids=input_ids)
+            out["loss"] = super(WithForward, self).compute_loss(lambda **_: out, {"input_ids": 0, "labels": labels})
+            return out
+
+        self.model.forward = with_loss
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(**inputs).loss
 
 
 def of_items(outputs, labels, num_items_in_batch=None):
@@ -99,10 +137,22 @@ def losses_on(folder, kind, grid, more):
         return found, evaluated
 
 
+def with_masked(*numbers):
+    data = rows(16)
+    for number in numbers:
+        data[number]["labels"] = data[number]["labels"].clone()
+        data[number]["labels"][: number % 4 + 1] = -100
+    return data
+
+
 @pytest.mark.parametrize(
     ("kind", "grid", "more"),
     [
         (OfRows, {"dp": 2}, {}),
+        (OfRows, {"dp": 2}, {"data": with_masked(11)}),
+        (OfCountedLabels, {"dp": 2}, {"data": with_masked(11)}),  # the third step, which is not tried otherwise
+        (OfNextLabels, {"dp": 2, "x": 2}, {"data": with_masked(0, 1, 2, 9)}),
+        (WithForward, {"dp": 2}, {"data": with_masked(1, 3, 6, 7, 10)}),
         (OfRows, {"dp": 2, "x": 2}, {"data": rows(13)}),  # of which ranks do not divide the last batch
         (OfRowsOfSteps, {"dp": 2}, {"gradient_accumulation_steps": 2, "max_steps": 2}),
         (OfTheModel, {"dp": 2}, {}),
@@ -121,13 +171,6 @@ def test_losses_of_rows_are_those_of_the_batch(ranks, tmp_path, kind, grid, more
         assert again[:2] == evaluated[:2] and again[2:] == pytest.approx(evaluated[2:], rel=1e-4)
 
 
-def with_masked(number):
-    data = rows(16)
-    data[number]["labels"] = data[number]["labels"].clone()
-    data[number]["labels"][:3] = -100
-    return data
-
-
 def check_refusals(folder):
     with under_torchrun():
         for kind, what in (
@@ -142,9 +185,11 @@ def check_refusals(folder):
             trained(OfRows, folder, grid="dp=2", per_device_train_batch_size=1)
         with pytest.raises(ndtp.LayoutError, match=r"OfRows.compute_loss does not say whether it is scaled"):
             trained(OfRows, folder, grid="dp=2", gradient_accumulation_steps=2)
-        # the third step, which is not tried
-        with pytest.raises(ndtp.LayoutError, match=r"other numbers of labels count: \[\d+, \d+\]"):
-            trained(OfCountedLabels, folder, grid="dp=2", data=with_masked(11))
+        data = with_masked(0, 4)
+        with pytest.raises(
+            ndtp.LayoutError, match=r"Other.compute_loss was a mean over labels, and is a mean over rows"
+        ):
+            trained(Other, folder, grid="dp=2", data=data)
 
 
 @pytest.mark.cpu
