@@ -53,6 +53,7 @@ class Row:
     job: TrainingJob
     splits: Splits
     seconds: float
+    marks: str = ""  # "m": from memory; "i": it influenced the model that it judges
 
     @cached_property
     def predicted(self) -> StepTime:
@@ -73,7 +74,8 @@ class Row:
     def name(self) -> str:
         job = self.job
         fp8 = " fp8" if job.practice.dtype == "float8" else ""
-        return f"{job.model.name}{fp8}, {int(self.splits.ranks)} x {job.hardware.name.split('-')[0]}, {self.splits}"
+        run = f"{job.model.name}{fp8}, {int(self.splits.ranks)} x {job.hardware.name.split('-')[0]}, {self.splits}"
+        return run + marked(self.marks)
 
     def utilisation(self, seconds: float) -> float:
         tokens = self.job.batch * self.job.model.sequence
@@ -128,7 +130,18 @@ def row(table: dict[str, Any], about: dict[str, Any], sizes: dict[str, Any], har
             model, job.batch, about["ranks"], hardware, practice, recompute=(practice.recompute,), fixed=open_ones
         )
         splits = choose(question, 1)[0].splits
-    return Row(table["id"], table.get("half", "judge"), job, splits, seconds_of(about, model))
+    return Row(table["id"], table.get("half", "judge"), job, splits, seconds_of(about, model), marks_of(table, given))
+
+
+def marks_of(table: dict[str, Any], given: dict[str, Any]) -> str:
+    """Return the marks of one row of a table."""
+    rows = table.get("from_memory_rows", {})
+    remembered = "from_memory" in table and all(given[column] in values for column, values in rows.items())
+    return "m" * remembered + "i" * ("influenced" in table)
+
+
+def marked(marks: str) -> str:
+    return f" ({', '.join(sorted(marks))})" if marks else ""
 
 
 def seconds_of(about: dict[str, Any], model: Transformer) -> float:
@@ -219,7 +232,12 @@ def summary(rows: Sequence[Row]) -> str:
         "|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     groups = [*tables(rows).items()]
-    groups += [(f"**all, {half}**", [x for x in rows if x.half == half]) for half in HALVES]
+    groups = [(name + marked("".join({mark for x in some for mark in x.marks})), some) for name, some in groups]
+    for half in HALVES:
+        of_half = [x for x in rows if x.half == half]
+        groups.append((f"**all, {half}**", of_half))
+        if any(x.marks for x in of_half):
+            groups.append((f"**all, {half}, but for marked rows**", [x for x in of_half if not x.marks]))
     for name, some in groups:
         if some:
             v = judge(some)

@@ -8,6 +8,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "bench"))
 import published
 
+ROOT = Path(__file__).resolve().parents[3]
 ROWS = published.load()
 JUDGED = [row for row in ROWS if row.half == "judge"]
 
@@ -18,6 +19,20 @@ def test_rows_are_many_and_say_where_they_come_from():
     for table in [table for each in files for table in each["table"]]:
         assert table["half"] in published.HALVES
         assert all(len(table[key]) > 5 for key in ("source", "place", "read"))
+
+
+def test_what_was_not_read_in_its_source_is_marked():
+    """The docs name the same tables; what "memory" says of a source has a mark."""
+    by_table = published.tables(ROWS)
+    marked = {name: "".join(sorted({mark for row in some for mark in row.marks})) for name, some in by_table.items()}
+    assert {name for name, marks in marked.items() if "m" in marks} == {
+        "korthikanti-5", "bloom", "nemotron-4-340b", "axonn-sc24", "axonn-sc24-frontier", "axonn-sc24-alps",
+        "deepseek-v3-paper",
+    }  # fmt: skip
+    assert {name for name, marks in marked.items() if "i" in marks} == {"nemo-long"}
+    assert [row.marks for row in by_table["korthikanti-5"]] == ["m", ""] * 4  # full recomputation alone
+    page = (ROOT / "docs" / "results.md").read_text()
+    assert all(line in page for line in published.summary(ROWS).splitlines())
 
 
 def test_what_was_not_fitted_is_predicted():
