@@ -49,7 +49,8 @@ class CommandLine(CommandGroup):
             status = run()
             sys.stdout.flush()
         except UsageError as error:
-            if type(error).__name__ == "NoArgsIsHelpError":  # the help is printed already
+            if type(error).__name__ == "NoArgsIsHelpError":  # whose message is the help
+                print(error.format_message(), file=sys.stderr)
                 sys.exit(2)
             _fail(error.format_message(), 2)
         except (GridError, LayoutError, MismatchError) as error:

@@ -71,7 +71,7 @@ def answer_decode(out: Any, question: DecodeQuestion, top: int, path: str, emit:
     out.print(f'  model = ndtp.parallelize(model, mesh, scheme="{best.scheme}")', highlight=False, soft_wrap=True)
     if emit is not None:
         with writing(emit):
-            emit.write_text(decode_program(best, config_file(path)))  # it may be started in another folder
+            emit.write_text(decode_program(best, config_file(path), emit))  # it may be started in another folder
         out.print(f"wrote {emit}")
     return {
         "plans": [_as_dict(each) for each in choices],
@@ -110,7 +110,7 @@ def _table(choices: list[DecodeChoice]) -> Table:
             *(f"{part / each.seconds:.0%}" for part in parts), in_digits(each.memory / GIB),
         )  # fmt: skip
     table.caption = (
-        "weights, cache: reading them; bytes, latency: of collectives. Predicted for\n"
-        "the device alone, not measured: what the host does (docs/serving.md) is not in it."
+        "weights, cache: reading them; bytes, latency: of collectives. Predicted for the device alone, not measured: "
+        "what the host does (docs/serving.md) is not in it."
     )
     return table

@@ -130,7 +130,7 @@ def answer(
     if sentence := said(runs):
         out.print(sentence, highlight=False)
     sees = "text_config" in config_of(asked.path)
-    text = program(runs, config_file(asked.path), sees)  # it may be started in another folder
+    text = program(runs, config_file(asked.path), sees, emit or "FILE")  # it may be started in another folder
     for line in text.splitlines():
         if "ndtp.Grid(" in line or "ndtp.parallelize(" in line or "torchrun " in line:
             out.print("  " + line.strip(), highlight=False, soft_wrap=True)

@@ -61,11 +61,12 @@ def grid_of(choice: DecodeChoice) -> str:
     return ", ".join(f"{axis}={size}" for axis, size in axes.items())
 
 
-def decode_program(choice: DecodeChoice, config: str) -> str:
+def decode_program(choice: DecodeChoice, config: str, file: object) -> str:
     """Return the program that continues sequences by a choice.
 
     Args:
         config: the path of the model's `config.json`.
+        file: the path to which the program is written.
     """
     question = choice.question
     length = question.model.sequence
@@ -74,7 +75,7 @@ def decode_program(choice: DecodeChoice, config: str) -> str:
     dtype = "bfloat16" if is_fp8 else question.dtype
     return PROGRAM.format(
         title=f"{question.model.name} on {question.ranks} ranks: {choice}.",
-        torchrun=torchrun(question.ranks, question.hardware.ranks_per_node), config=config,
+        torchrun=torchrun(question.ranks, question.hardware.ranks_per_node, file), config=config,
         sequences=-(-question.batch // choice.sizes.get("dp", 1)),
         vocabulary=question.model.vocabulary, start=START, fill=FILL.format(dtype=dtype), dtype=dtype,
         grid=grid_of(choice), scheme=choice.scheme, options=', recipe="fp8-rowwise"' if is_fp8 else "",

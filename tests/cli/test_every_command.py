@@ -61,6 +61,12 @@ def test_help_of_a_group_has_an_example_that_it_takes(words, columns):
     COMMANDS[name].make_context(" ".join(name), arguments[len(name) :])
 
 
+@pytest.mark.parametrize("words", [[], ["bench"], ["show"]], ids=" ".join)
+def test_without_a_command_there_is_help(ndtp, words):
+    code, _, said = ndtp(*words)
+    assert code == 2 and said.startswith("Usage: ") and "Commands" in said
+
+
 def test_help_lists_what_an_option_takes():
     """From the tables that the commands read."""
     takes, listed = {"--hardware": PRESETS, "--recompute": ("auto", *RECOMPUTE), "--software": PRACTICES}, []

@@ -292,7 +292,7 @@ def test_the_program_that_it_writes_runs(ndtp, config, tmp_path, fixed, ranks, m
     losses = [each for each in ndtp_run(_run, ranks, (file.read_text(),)) if each[0] is not None]
     assert losses and all(abs(loss[0] - math.log(64)) < 0.5 for loss in losses)
     assert f"--nproc-per-node {1}" in file.read_text()
-    assert f"torchrun --nproc-per-node {ranks} FILE  # with all ranks on one machine" in file.read_text()
+    assert f"torchrun --nproc-per-node {ranks} {file}  # with all ranks on one machine" in file.read_text()
 
 
 def test_the_program_that_decode_writes_gives_the_tokens_of_dense(ndtp, config, tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from ndtp.planner.training.choose import SplitChoice
 from ndtp.planner.training.sequences import attention_of, rows_axis
 from ndtp.planner.training.splits import STEP_AXES
@@ -155,12 +157,13 @@ OPTIMIZERS = {
 }  # fmt: skip
 
 
-def program(choice: SplitChoice, config: str, sees: bool = False) -> str:
+def program(choice: SplitChoice, config: str, sees: bool = False, file: object = "FILE") -> str:
     """Return the program that runs a choice.
 
     Args:
         config: the path of the model's `config.json`.
         sees: whether a part of the model reads other things than text: no stage of a pipeline would have it here.
+        file: the path to which the program is written.
     """
     s, question = choice.splits, choice.question
     sizes = sizes_of(choice) | {"z": rows_axis(choice)}
@@ -180,7 +183,7 @@ def program(choice: SplitChoice, config: str, sees: bool = False) -> str:
     optimizer = OPTIMIZERS[question.optimizer].format(parameters)
     head = HEAD.format(
         title=f"{question.model.name} on {question.ranks} ranks: {s}.",
-        torchrun=torchrun(question.ranks, question.hardware.ranks_per_node), start=START, config=config,
+        torchrun=torchrun(question.ranks, question.hardware.ranks_per_node, file), start=START, config=config,
         sequences=int(s.micro * s.z), length=question.model.sequence,
         micro_batches=choice.micro_batches, vocabulary=question.model.vocabulary, dtype=dtype, checkpoint=again,
         part=part, fill=FILL.format(dtype=dtype),
@@ -196,15 +199,13 @@ def program(choice: SplitChoice, config: str, sees: bool = False) -> str:
     )  # fmt: skip
 
 
-def torchrun(ranks: int, ranks_per_node: int) -> str:
+def torchrun(ranks: int, ranks_per_node: int, file: object) -> str:
     """Return the line that starts a program; of hardware with a rank a node, the line for one machine as well."""
-    per_node = min(ranks, ranks_per_node)
+    per_node, name = min(ranks, ranks_per_node), shlex.quote(str(file))
     nodes = max(1, ranks // per_node)
-    line = (
-        f"    torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-backend c10d --rdzv-endpoint HOST:29500 FILE"
-    )
-    here = f"\n    torchrun --nproc-per-node {ranks} FILE  # with all ranks on one machine"
-    return line + here * (per_node == 1 < nodes)
+    start = f"    torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+    here = f"\n    torchrun --nproc-per-node {ranks} {name}  # with all ranks on one machine"
+    return f"{start} {name}" + here * (per_node == 1 < nodes)
 
 
 def scheme_of_axes(x: int, y: int, z: int) -> str:
