@@ -20,7 +20,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -37,7 +36,7 @@ from torch.nn.modules.module import (
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.relayouts import reduction_volume
 from ndtp.algebra.volume import Volume
-from ndtp.errors import LayoutError
+from ndtp.errors import LayoutError, warn
 from ndtp.models.data_loss import DataLoss
 from ndtp.models.hooks_of_gradients import hook_first, is_seen
 from ndtp.models.left_alone import is_foreign
@@ -258,11 +257,10 @@ class PlainGradients:
 
     def _warn(self, name: str) -> None:
         ranks, axes = self.mesh.grid.size(self.axes), ", ".join(self.axes)
-        warnings.warn(
+        warn(
             f"ndtp: code outside of {self.whose_loss} computes with '{name}', as a penalty of weights does: the "
             f"gradients of that are summed over the {ranks} ranks along {axes}, while the loss of {self.whose_loss} is "
-            f"the mean over the rows of all of them; divide such a term by {ranks}, loss + term / {ranks}",
-            stacklevel=2,
+            f"the mean over the rows of all of them; divide such a term by {ranks}, loss + term / {ranks}"
         )
         self.whose_loss = ""  # once is enough
 
