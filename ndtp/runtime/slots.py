@@ -11,6 +11,7 @@ import torch
 
 from ndtp.algebra.matmul_plan import Letters, MatMulPlan
 from ndtp.algebra.steps import phase_of
+from ndtp.algebra.wire import KINDS
 from ndtp.compute.gemm import ConjugateGemm
 from ndtp.runtime import closures
 from ndtp.runtime.closures import FIRST, Get, Place, Run
@@ -131,11 +132,14 @@ class Slots:
 
     def is_transposed(self, p: int, name: str) -> bool:
         """Return whether the columns of a weight or of its gradient go as rows of its transpose, to save copies of the
-        gathered weight: where they move, and no product takes them as blocks.
+        gathered weight: where they move, no product takes them as blocks, and no row travels with a scale of its own,
+        of which columns would have others.
         """
-        plan = self.stages[p].plan
+        plan, wire = self.stages[p].plan, self.collectives.wire
+        form = None if wire is None else wire.format(KINDS[name])
         moves = any(gathers_columns(step) or scatters_columns(step) for step in plan.relayouts[name])
-        return is_matrix(plan) and moves and not self.gemm.takes_blocks(self.dtype)
+        is_scaled = form is not None and form.is_scaled
+        return is_matrix(plan) and moves and not is_scaled and not self.gemm.takes_blocks(self.dtype)
 
     def let_go(self, *slots: int | None) -> tuple[int, ...]:
         """Release slots that nothing stands for any more, and return these; what was passed in is the caller's."""
