@@ -25,6 +25,7 @@ from ndtp.compute.torch_calls import Arguments, Keywords
 from ndtp.compute.traces import refuse_batched, refuse_traces
 from ndtp.models.code_reads import wants_gradients
 from ndtp.models.noted import Noted
+from ndtp.models.own_losses import warn_of_own_losses
 from ndtp.models.pending import Pending
 from ndtp.models.same_inputs import facts_of, inputs_of, settings_of
 from ndtp.models.same_optimizers import settings_by_name, watch_steps
@@ -95,6 +96,7 @@ class SameCalls:
         self.draws: Sequence[str] = ()  # the generators from which the last call drew
         self._task, self.number = -1, next(_NUMBERS)
         self._has_warned = False  # of layers that not all ranks use
+        self._knows_losses = not self.rows  # whether a backward has shown what losses of ranks' own rows are divided by
 
     @property
     def model(self) -> nn.Module:
@@ -328,6 +330,9 @@ class SameCalls:
         self._task, self.backwards = task, self.backwards + 1
         what = f"backward of call {number} of {self.name}"
         refuse_batched(grad, what)
+        if not self._knows_losses:
+            self._knows_losses = True
+            warn_of_own_losses(self.model, self.mesh.grid.size(self.rows), grad)
         last, numbers = self._of_last() if self.of_last or self.late or self.late_numbers else ([], {})
         accumulates, creates = self.mesh.step.partial_sums.depth, torch.is_grad_enabled()
         uses = self.mesh.step.taken_uses()
