@@ -17,10 +17,10 @@ def warn_of_own_losses(model: nn.Module, ranks: int, begin: Tensor) -> None:
 
     Args:
         ranks: how many have rows of their own.
-        begin: the gradient with which the first backward came to what the model gave.
+        begin: the gradient of a loss that the model gave, or that was made of its split activations.
     """
     said = getattr(vars(model).get("ndtp_report"), "losses", "")
-    if not said or begin.is_meta or (not begin.dim() and float(begin) * ranks == 1):
+    if not said or begin.is_meta or float(begin) * ranks == 1:
         return
     warn(
         f"ndtp: {said}; torch's DistributedDataParallel averages them\n  fix: (loss / {ranks}).backward() where the "

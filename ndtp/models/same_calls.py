@@ -330,7 +330,7 @@ class SameCalls:
         self._task, self.backwards = task, self.backwards + 1
         what = f"backward of call {number} of {self.name}"
         refuse_batched(grad, what)
-        if not self._knows_losses:
+        if not self._knows_losses and not grad.dim():
             self._knows_losses = True
             warn_of_own_losses(self.model, self.mesh.grid.size(self.rows), grad)
         last, numbers = self._of_last() if self.of_last or self.late or self.late_numbers else ([], {})
