@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from ndtp.algebra.schemes import BlockLayouts
@@ -31,7 +30,7 @@ from ndtp.planner.block_cost import Block, num_bytes
 from ndtp.planner.hardware import Hardware
 from ndtp.planner.model_sizes import cross_attention
 from ndtp.planner.request import Request
-from ndtp.runtime.given_mesh import GivenWire
+from ndtp.runtime.given_mesh import GivenWire, ranks_of_the_world
 from ndtp.runtime.process_grid import ProcessGrid
 
 
@@ -149,7 +148,7 @@ def plan_whole(
     """
     if tokens is None:
         raise LayoutError("parallelize: scheme='auto' plans for a number of rows; give tokens=, those of a step")
-    ranks = mesh.grid.num_ranks if mesh else dist.get_world_size() if dist.is_initialized() else 1
+    ranks = mesh.grid.num_ranks if mesh else ranks_of_the_world()
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     used = mesh.wire if mesh else Wire.of(wire)
     request = whole_request(blocks_of(model, tokens), ranks, hardware, dtype, used)

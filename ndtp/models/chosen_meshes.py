@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from ndtp.algebra.grid import Grid
@@ -18,15 +17,14 @@ from ndtp.models.linear_pairs import Pair
 from ndtp.models.opened_attention import INPUTS, can_open, projection
 from ndtp.models.roles import features, is_linear
 from ndtp.planner.hardware import Hardware
-from ndtp.runtime.given_mesh import GivenWire
+from ndtp.runtime.given_mesh import GivenWire, ranks_of_the_world
 from ndtp.runtime.process_grid import ProcessGrid
 
 
 def mesh_of_all_ranks(scheme: str, axes: Sequence[str] | None, wire: GivenWire) -> ProcessGrid:
     """The mesh where none is given: all ranks on the axes of a scheme."""
     names = tuple(axes or {"1d": "x", "2d": "xy", "3d": "xyz"}[scheme[:2]])
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    return ProcessGrid(even_grid(ranks, names[2:] + names[:2]), wire=wire)
+    return ProcessGrid(even_grid(ranks_of_the_world(), names[2:] + names[:2]), wire=wire)
 
 
 def even_grid(num_ranks: int, names: Sequence[str]) -> Grid:
@@ -53,7 +51,7 @@ def best_for_products(
     weights = [up.weight for up in ups] or [m.weight for m in model.modules() if is_linear(m, casts=True)]
     weights = weights or [p for p in model.parameters() if p.dim() > 1]
     dtype = str(weights[0].dtype).removeprefix("torch.") if weights else "float32"
-    ranks = mesh.grid.num_ranks if mesh else dist.get_world_size() if dist.is_initialized() else 1
+    ranks = mesh.grid.num_ranks if mesh else ranks_of_the_world()
     used = mesh.wire if mesh else Wire.of(wire)
     request = request_for(sizes, tokens, ranks, hardware, dtype, used)  # type: ignore[arg-type]
     mesh = mesh or ProcessGrid(best_grid(request), wire=used)

@@ -20,7 +20,7 @@ def warn_of_own_losses(model: nn.Module, ranks: int, begin: Tensor) -> None:
         begin: the gradient of a loss that the model gave, or that was made of its split activations.
     """
     said = getattr(vars(model).get("ndtp_report"), "losses", "")
-    if not said or begin.is_meta or float(begin) * ranks == 1:
+    if not said or begin.is_meta or begin.item() * ranks == 1:
         return
     warn(
         f"ndtp: {said}; torch's DistributedDataParallel averages them\n  fix: (loss / {ranks}).backward() where the "

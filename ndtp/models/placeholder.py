@@ -26,7 +26,7 @@ class Placeholder(Tensor):
                 return func(*args, **(kwargs or {}))
         if func in SIZES:
             return func(torch.empty(args[0].seen, device="meta"), *args[1:], **(kwargs or {}))
-        if func in CASTS | DROPOUTS and isinstance(args[0], Placeholder):  # in front of an adapter
+        if (func in CASTS or func in DROPOUTS) and isinstance(args[0], Placeholder):  # in front of an adapter
             return placeholder(func(args[0].source, *args[1:], **(kwargs or {})), args[0].seen)
         if any(isinstance(x, Hidden) for x in args):  # a residual, added to what the module gives
             given = [x.source if isinstance(x, Placeholder) else x for x in args]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
+
+import torch.distributed as dist
 
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.wire import Wire
@@ -46,3 +49,20 @@ def given_mesh(mesh: Any, owner: str, makes: bool = False, wire: GivenWire = Non
         elif isinstance(mesh, str):
             fix += f"; a scheme goes by its name, scheme={mesh!r}"
     raise GridError(f"{owner}: mesh is {said}, no ProcessGrid\n  fix: {fix}")
+
+
+def ranks_of_the_world() -> int:
+    """Return the number of ranks where no mesh is given: those of torch.distributed, or this process alone.
+
+    Raises:
+        GridError: a launcher has started several, each of which would go on alone with the whole model.
+    """
+    if dist.is_initialized():
+        return dist.get_world_size()
+    started = os.environ.get("WORLD_SIZE", "1")
+    if started != "1":
+        raise GridError(
+            f"parallelize: no mesh is given, and torch.distributed does not know the {started} ranks that were "
+            "started, by WORLD_SIZE\n  fix: torch.distributed.init_process_group() first"
+        )
+    return 1

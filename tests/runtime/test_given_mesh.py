@@ -40,6 +40,16 @@ def test_all_ranks_lie_evenly_on_the_axes_of_a_scheme(count, shape):
     assert even_grid(count, ("z", "x", "y")).shape == shape
 
 
+@pytest.mark.parametrize("options", [{}, {"scheme": "1d"}, {"scheme": "auto", "tokens": 8}], ids=str)
+def test_ranks_that_were_started_and_are_no_group_yet(monkeypatch, options):
+    """Each rank would train the whole model by itself."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(GridError, match=r"the 2 ranks .*\n  fix: .*init_process_group"):
+        ndtp.parallelize(pair(), **options)
+    monkeypatch.delenv("WORLD_SIZE")
+    assert ndtp.parallelize(pair(), **options).ndtp_report.mesh.grid.num_ranks == 1
+
+
 def test_what_may_be_given(ranks):
     ranks(2).run(check_given)
 
