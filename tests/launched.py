@@ -29,7 +29,7 @@ def _run(port, *command):
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "none"}
     start = runpy.run_module if command[0] == "-m" else runpy.run_path
     words = list(command[command[0] == "-m" :])
     # Where ndtp is installed, pytest rewrites its modules, too, and runpy cannot run one by the hook that does.

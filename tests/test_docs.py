@@ -113,15 +113,16 @@ def test_example_compiles(script):
     compile(script.source, str(script), "exec")
 
 
-def test_torchrun_example(ranks, tmp_path):
-    """The README's training script, as the command that it names starts it, on two ranks."""
-    script = next(script for script in scripts_of(ROOT / "README.md") if "init_process_group" in script.source)
+@pytest.mark.parametrize("page, said", [("README.md", "init_process_group"), ("docs/trainer.md", "GridStrategy")])
+def test_torchrun_example(ranks, tmp_path, page, said):
+    """Training scripts, as torchrun starts them, on two ranks."""
+    script = next(script for script in scripts_of(ROOT / page) if said in script.source)
     path = tmp_path / "train.py"
     path.write_text(script.source)
     printed, nothing = launch(ranks(2), path)
     assert not nothing
     losses = [float(line.split()[-1]) for line in printed.splitlines() if line.startswith("step")]
-    assert losses and losses[-1] < losses[0]
+    assert losses[-1] < losses[0]
 
 
 def new_sides() -> dict[str, str]:

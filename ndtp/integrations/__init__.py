@@ -1,7 +1,8 @@
-"""Programs of other libraries on a grid: transformers' Trainer and accelerate's Accelerator.
+"""Programs of other libraries on a grid: transformers' Trainer, accelerate's Accelerator, Lightning's strategy.
 
 from ndtp.integrations import Trainer            # transformers.Trainer, with ndtp_grid="z=2,x=2,y=2"
 from ndtp.integrations import Accelerator        # accelerate.Accelerator, the same
+from ndtp.integrations import GridStrategy       # lightning.Trainer(strategy=GridStrategy("z=2,x=2,y=2"))
 
 Nothing is imported before it is used: each of them needs its own library.
 """
@@ -11,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ndtp.integrations.accelerator import Accelerator
+    from ndtp.integrations.lightning import GridStrategy
     from ndtp.integrations.trainer import GridTrainerMixin, Trainer
 
-_HOME = {"Accelerator": "accelerator", "GridTrainerMixin": "trainer", "Trainer": "trainer"}
+_HOME = {"Accelerator": "accelerator", "GridStrategy": "lightning", "GridTrainerMixin": "trainer", "Trainer": "trainer"}
 
-__all__ = ["Accelerator", "GridTrainerMixin", "Trainer"]
+__all__ = ["Accelerator", "GridStrategy", "GridTrainerMixin", "Trainer"]
 
 
 def __getattr__(name: str) -> Any:

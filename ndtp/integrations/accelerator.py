@@ -20,20 +20,17 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ndtp.checkpoints.dense_files import load_safetensors
 from ndtp.checkpoints.training_state import load, save
-from ndtp.errors import LayoutError
-from ndtp.integrations.one_program import (
+from ndtp.integrations.grid_rows import (
+    CalledModels,
     GivenGrid,
-    become_one_program,
-    data_axes,
     gathered_rows,
     mesh_of,
     of_data_ranks,
     on_grid,
-    read_everywhere,
     rows_here,
-    share_of_loss,
     whole,
 )
+from ndtp.integrations.one_program import become_one_program, read_everywhere
 from ndtp.models.saving import gathered_state
 from ndtp.runtime.process_grid import ProcessGrid
 
@@ -88,8 +85,7 @@ class Accelerator(accelerate.Accelerator):
         self.ndtp_mesh = mesh_of(ndtp_grid)
         self._ndtp_how = ndtp_scheme, ndtp_options
         self._has_own_rows = False  # of the last batch that a loader gave
-        self._called: dict[int, nn.Module] = {}  # models, since the last backward
-        self._of_last: list[nn.Module] = []  # those that were called before it
+        self._called = CalledModels(self.ndtp_mesh)
         become_one_program(self.ndtp_mesh)
         super().__init__(**kwargs)
         read_everywhere(self)
@@ -101,8 +97,7 @@ class Accelerator(accelerate.Accelerator):
             if self.device_placement and device_placement is not False:
                 model = model.to(self.device)
             model = on_grid(model, self.ndtp_mesh, *self._ndtp_how)
-            if data_axes(self.ndtp_mesh):
-                model.register_forward_hook(self._note_call)
+            self._called.watch(model)
         return super().prepare_model(model, device_placement=False, evaluation_mode=evaluation_mode)
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> RowsHere:
@@ -120,27 +115,13 @@ class Accelerator(accelerate.Accelerator):
         rest = super().skip_first_batches(dataloader.loader, num_batches)
         return RowsHere(rest, self.ndtp_mesh, self._note_batch)
 
-    def _note_call(self, model: nn.Module, _: Any, output: Any) -> None:
-        results = [output, *vars(output).values()] if hasattr(output, "__dict__") else tree_leaves(output)
-        if any(isinstance(x, Tensor) and x.requires_grad for x in results):  # a frozen teacher's do not
-            self._called[id(model)] = model
-
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Compute the gradients of the whole batch: those of a mean over a rank's rows are averaged, as under DDP.
 
         Raises:
             LayoutError: the loss is of models of which some give the loss of all rows and others that of a rank's.
         """
-        if data_axes(self.ndtp_mesh):
-            self._of_last = [*self._called.values()] or self._of_last or [*map(self.unwrap_model, self._models)]
-            self._called = {}
-            if len({share_of_loss([model], self.ndtp_mesh) for model in self._of_last}) > 1:
-                raise LayoutError(
-                    "Accelerator.backward: a loss of stock models of transformers, which is that of all rows, and of "
-                    f"others, which is that of a rank's along {' '.join(data_axes(self.ndtp_mesh))}\n"
-                    "  fix: a backward for each of the two; or z in the place of dp, which splits rows, too"
-                )
-        share = share_of_loss(self._of_last, self.ndtp_mesh)
+        share = self._called.share("Accelerator.backward", [*map(self.unwrap_model, self._models)])
         super().backward(loss if share == 1.0 else loss * share, **kwargs)
 
     def gather(self, tensor: Any) -> Any:

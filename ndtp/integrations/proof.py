@@ -22,7 +22,7 @@ import transformers
 from torch import Tensor, nn
 
 from ndtp.errors import LayoutError
-from ndtp.integrations.one_program import cut_rows, data_axes, number_of_samples, whole
+from ndtp.integrations.grid_rows import cut_rows, data_axes, number_of_samples, whole
 from ndtp.models.data_loss import judged_outside
 from ndtp.runtime.process_grid import ProcessGrid
 

@@ -23,18 +23,17 @@ from torch import nn
 
 from ndtp.checkpoints.training_state import load, save
 from ndtp.errors import LayoutError
-from ndtp.integrations.metrics import agree_on_metrics
-from ndtp.integrations.one_program import (
+from ndtp.integrations.grid_rows import (
     GivenGrid,
-    become_one_program,
     data_axes,
     mesh_of,
     on_grid,
-    read_everywhere,
     rows_here,
     share_of_loss,
     whole,
 )
+from ndtp.integrations.metrics import agree_on_metrics
+from ndtp.integrations.one_program import become_one_program, read_everywhere
 from ndtp.integrations.proof import Proof, loss_of, proved_outside, refuse_sums_of_steps, rounding_of
 from ndtp.models.state_entries import mesh_of_model
 from ndtp.runtime.process_grid import ProcessGrid
@@ -108,7 +107,7 @@ class GridTrainerMixin:
         assert self._ndtp_mesh is not None
         return on_grid(model, self._ndtp_mesh, *self._ndtp_how)
 
-    def call_model_init(self, trial: Any = None) -> nn.Module:
+    def call_model_init(self, trial: object = None) -> nn.Module:
         model = super().call_model_init(trial)  # type: ignore[misc]
         return model if self._ndtp_mesh is None else self._on_grid(model.to(self.args.device))  # type: ignore[attr-defined]
 
@@ -188,7 +187,7 @@ class GridTrainerMixin:
         if self.args.push_to_hub and not _internal_call:  # type: ignore[attr-defined]
             self.push_to_hub()  # type: ignore[attr-defined]  # which saves once more
 
-    def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
+    def _save(self, output_dir: Any = None, state_dict: object = None) -> None:
         writes: bool = self.args.should_save  # type: ignore[attr-defined]
         if self._ndtp_mesh is None or writes:
             super()._save(output_dir, state_dict)  # type: ignore[misc]

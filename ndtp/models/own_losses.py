@@ -20,7 +20,13 @@ def warn_of_own_losses(model: nn.Module, ranks: int, begin: Tensor) -> None:
         begin: the gradient of a loss that the model gave, or that was made of its split activations.
     """
     said = getattr(vars(model).get("ndtp_report"), "losses", "")
-    if not said or begin.is_meta or begin.item() * ranks == 1:
+    if not said or begin.is_meta:
+        return
+    factor = abs(begin.item())
+    if not 0 < factor <= 1:  # the scale of a GradScaler, which tells nothing of a divisor
+        return
+    micro_batches = 1 / (factor * ranks)
+    if round(micro_batches) and abs(micro_batches - round(micro_batches)) < 1e-3:
         return
     warn(
         f"ndtp: {said}; torch's DistributedDataParallel averages them\n  fix: (loss / {ranks}).backward() where the "

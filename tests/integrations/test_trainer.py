@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import ndtp
 from ndtp import MismatchError
 from ndtp.integrations import Accelerator, Trainer
-from ndtp.integrations.one_program import mesh_of
+from ndtp.integrations.grid_rows import mesh_of
 
 VOCABULARY, LENGTH = 32, 6
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
@@ -35,12 +35,12 @@ def rows(count):
     return [{"input_ids": each, "labels": each} for each in ids]
 
 
-def under_torchrun():
+def under_torchrun(**more):
     """accelerate reads the launcher from these, and would wrap models in DDP."""
     rank, size = (str(dist.get_rank()), str(dist.get_world_size())) if dist.is_initialized() else ("0", "1")
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    return mock.patch.dict(os.environ, names | address if size != "1" else {})
+    return mock.patch.dict(os.environ, names | address | more if size != "1" else {})
 
 
 def most_frequent(evaluated):
