@@ -49,7 +49,6 @@ NORMS = ("linalg_vector_norm", "_foreach_norm")
 DRAWS = (
     "normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_",
 )  # fmt: skip
-IN_PLACE_VIEWS = ("squeeze_", "unsqueeze_", "t_", "transpose_")
 
 
 def operate(kind: object, func: Any, args: Arguments, kwargs: Keywords) -> object:
@@ -57,6 +56,8 @@ def operate(kind: object, func: Any, args: Arguments, kwargs: Keywords) -> objec
     name = func.overloadpacket.__name__
     if func._overloadname == "Tensor" and name.startswith(SCALED):  # whose last operand is one number for each place
         return func.overloadpacket.ScalarList(*args[:-1], args[-1].tolist())
+    if name == "equal" and args[0].shape != args[1].shape:  # of which torch's rule makes one layout
+        return False
     if (done := _on_shards(kind, func, name, args, kwargs)) is not NotImplemented:
         return done
     if name.startswith(LISTS) and (done := _in_groups(kind, func, name, args, kwargs)) is not NotImplemented:
@@ -164,7 +165,7 @@ def _lie_apart(kind: Any, operands: Sequence[Any]) -> bool:
 def _viewed_in_place(kind: Any, func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Change the sizes of what was computed, as torch does of results of its own: `matmul` has a `squeeze_`."""
     own = args[0]
-    if isinstance(own, nn.Parameter) or name not in IN_PLACE_VIEWS:
+    if isinstance(own, nn.Parameter) or name not in ("squeeze_", "unsqueeze_", "t_", "transpose_"):
         raise LayoutError(
             f"ndtp: {own.ndtp_name or 'a parameter'} {tuple(own.shape)} is split over ranks, and {name}() would change "
             "its sizes or memory in place\n  fix: "

@@ -236,5 +236,20 @@ def check_numbers():
     torch.testing.assert_close(whole(model.fc2.weight.grad), dense.fc2.weight.grad)
 
 
+def check_equal():
+    """Any two parameters, and any one and a plain tensor, are equal where the dense ones are."""
+    mesh, scale = mesh_of(Grid(x=2)), nn.Parameter(torch.tensor(2.0))
+    become(scale, distribute_tensor(scale.detach(), mesh.device_mesh, [Replicate()]), "scale", ())
+    mine, theirs = [*made(mesh).parameters(), scale], [*made().parameters(), torch.tensor(2.0)]
+    for i, x in enumerate(mine):
+        for j, y in enumerate(mine):
+            expected = torch.equal(theirs[i], theirs[j])
+            assert x.equal(y) == expected and torch.equal(x, theirs[j]) == expected, (i, j)
+
+
+def test_parameters_of_other_sizes_are_not_equal(ranks):
+    ranks(2).run(check_equal)
+
+
 def test_parameters_without_dims_and_single_elements(ranks):
     ranks(2).run(check_numbers)
