@@ -238,9 +238,9 @@ def check_numbers():
 
 def check_equal():
     """Any two parameters, and any one and a plain tensor, are equal where the dense ones are."""
-    mesh, scale = mesh_of(Grid(x=2)), nn.Parameter(torch.tensor(2.0))
-    become(scale, distribute_tensor(scale.detach(), mesh.device_mesh, [Replicate()]), "scale", ())
-    mine, theirs = [*made(mesh).parameters(), scale], [*made().parameters(), torch.tensor(2.0)]
+    dense = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)).double()
+    model = ndtp.parallelize(copy.deepcopy(dense), mesh_of(Grid(x=2)), {"0": "up", "2": "down"}, scheme="1d")
+    mine, theirs = [*model.parameters(), *made().parameters()], [*dense.parameters(), *made().parameters()]
     for i, x in enumerate(mine):
         for j, y in enumerate(mine):
             expected = torch.equal(theirs[i], theirs[j])
