@@ -191,6 +191,10 @@ def _to_probability(p: float) -> Change:
     return change
 
 
+def _patch(model: nn.Module) -> None:
+    model.get_submodule("layers.0.act").forward = lambda x: x * x  # type: ignore[method-assign]
+
+
 def _hook(model: nn.Module) -> None:
     model.get_submodule("layers.0.act").register_forward_hook(lambda *_: None)
 
@@ -215,6 +219,7 @@ KINDS = [
     Disagreement("a frozen layer", "requires_grad of 'head.weight': .*False", {"split": _freeze}),
     Disagreement("a layer frozen later", "requires_grad of 'head.weight': .*False", {"call": _freeze}),
     Disagreement("a hook", "hooks of 'layers.0.act': ", {"split": _hook}),
+    Disagreement("a patched forward", "code of ", {"split": _patch}),
     Disagreement("order of layers", "module of 'layers", {"split": _exchange}),
     Disagreement("learning rate", "optimizer of step 1: lr: .*0.2", _of_optimizer(lr=0.2)),
     Disagreement("momentum", "optimizer of step 1: momentum: .*0.9", _of_optimizer(momentum=0.9)),

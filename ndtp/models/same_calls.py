@@ -221,7 +221,7 @@ class SameCalls:
             made += [Fact(f"weight '{name}' as it was loaded", f"hash {seen:016x}") for name, seen in loaded]
             if is_seen:
                 made.append(Fact("how it was split", self.made_by))
-                made += [Fact(f"setting {key}", value) for key, value in config.items()]
+                made += [Fact(topic, value) for topic, value in config.items()]
                 made += steps.details()
             return made
 

@@ -1,4 +1,4 @@
-"""The inputs of a call of a model by name, and the settings in its config, as ranks compare them."""
+"""The inputs of a call of a model by name, the settings in its config, and its code, as ranks compare them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ndtp.compute.torch_calls import Arguments, Keywords
+from ndtp.models.same_code import code_of
 from ndtp.runtime.facts import SUMMARY, Fact, digest, form_of, hash_of, is_strided, leaves_of
 
 _FEW = 16  # names of inputs that are shown in their order
@@ -58,15 +59,16 @@ def facts_of(inputs: Sequence[tuple[str, Any]], rows: tuple[str, ...]) -> Iterat
 
 
 def settings_of(model: nn.Module, is_whole: bool) -> dict[str, object]:
-    """Return the settings of a model of transformers: its attention kernel and, where the whole is asked for, its
-    config.
+    """Return by topics the attention kernel of a model of transformers and, where the whole is asked for, its config,
+    and the code and versions of any model.
     """
-    config = vars(model).get("config")
+    found, config = code_of(model) if is_whole else {}, vars(model).get("config")
     if config is None:
-        return {}
-    found = {"of attention": getattr(config, "_attn_implementation", None)}
+        return found
+    found["setting of attention"] = getattr(config, "_attn_implementation", None)
     if is_whole and hasattr(config, "to_dict"):
-        found |= {f"{key} of its config": repr(value) for key, value in sorted(_settings_in(config.to_dict()).items())}
+        settings = sorted(_settings_in(config.to_dict()).items())
+        found |= {f"setting {key} of its config": repr(value) for key, value in settings}
     return found
 
 

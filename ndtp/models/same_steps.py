@@ -42,7 +42,7 @@ class Parts:
     Attributes:
         modules: all of them.
         hooked: for each of them, whether it has hooks.
-        names: of modules on the grid, and the seeds of those that were drawn.
+        names: of the classes of modules, and of those on the grid with their seeds.
         named: a digest of `names`.
         keepers, keys: of the numbers that modules were made with, such as the probability of a dropout.
         numbers: these numbers.
@@ -178,8 +178,8 @@ class Steps:
         ):
             where = f" of '{name}'" * bool(name)
             facts += [Fact(f"training{where}", bool(trains)), Fact(f"hooks{where}", "some" if hooked else "none")]
-            if isinstance(module, Sharded):
-                facts.append(Fact(f"module{where}", f"'{module.name}', seed {module.seed}"))
+            made = f" '{module.name}', seed {module.seed}" if isinstance(module, Sharded) else ""
+            facts.append(Fact(f"module{where}", type(module).__name__ + made))
             for (key, value), place in zip(numbers_of(module).items(), places, strict=False):
                 since = None if parts.changed is None else "changed" if place in parts.changed else "as it was"
                 facts.append(Fact(f"number {key}{where}" + " since the last call" * bool(since), since or value))
@@ -188,7 +188,9 @@ class Steps:
             kind = "one that was there before the last step" if i in parts.stale else "one"
             facts.append(Fact(f"gradient of '{name}' when it was called", "none" if parts.lacks[i] else kind))
             count = parts.written.get(i)
-            written = "as it was" if count is None else f"written to {count or 'an unknown number of'} times"
+            written = (
+                "as it was" if count is None else f"written to {count} times" if count else "other memory or dtype"
+            )
             facts.append(Fact(f"weight '{name}' since the last step", written))
         return facts
 
@@ -331,8 +333,8 @@ def _walk(module: nn.Module, parts: Parts, is_root: bool = False) -> None:
     own = module.__dict__
     parts.modules.append(module)
     parts.hooked.append(not is_root and any(own[kind] for kind in OF_A_MODULE))
-    if isinstance(module, Sharded):
-        parts.names.append((own.get("name"), own.get("seed")))
+    is_sharded = isinstance(module, Sharded)
+    parts.names.append((type(module).__name__, *(own.get(key) for key in ("name", "seed") if is_sharded)))
     for name in numbers_of(module):
         parts.keepers.append(own)
         parts.keys.append(name)

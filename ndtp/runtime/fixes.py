@@ -26,6 +26,8 @@ FIXES = (
     ("grad mode", "torch.no_grad() and torch.inference_mode() around the same calls on every rank"),
     ("inference mode", "torch.no_grad() and torch.inference_mode() around the same calls on every rank"),
     ("autocast", "torch.autocast around the same calls on every rank"),
+    ("version of", "the same versions of Python and of its packages on every rank"),
+    ("code of", "the same files and the same patches on every rank"),
     ("module", "the same modules in the same order on every rank"),
     ("uses of", "the same layers in the same order on every rank; one that has no rows for a layer calls it without "
      "any, layer(x[mask])"),

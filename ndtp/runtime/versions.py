@@ -65,14 +65,14 @@ class Versions:
 
     def changed(self, before: Sequence[Any], now: Sequence[Any]) -> dict[int, int]:
         """Return which of the tensors have other numbers, by their places, and how often they were written to; 0 where
-        that is not known.
+        that is not known, as of a tensor that was given other memory, which counts anew.
         """
         count = len(self._tensors)
         found: dict[int, int] = {}
         for i, (a, b) in enumerate(zip(before, now, strict=True)):
             if a != b:
                 is_counted = i < count < len(now)
-                found[i % count] = found.get(i % count, 0) + (b - a if is_counted else 0)
+                found[i % count] = found.get(i % count, 0) + (max(b - a, 0) if is_counted else 0)
         return dict(sorted(found.items()))
 
 

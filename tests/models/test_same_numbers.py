@@ -57,6 +57,10 @@ def test_versions_say_what_has_changed():
     with torch.inference_mode():
         uncounted = Versions([torch.ones(3)])
     assert uncounted.of_new(uncounted.now()) == uncounted.now()
+    counted = Versions([x], swaps=False)
+    before = counted.now()
+    torch.utils.swap_tensors(x, torch.ones(3, dtype=torch.bfloat16))  # whose count is lower
+    assert counted.changed(before, counted.now()) == {0: 0}
     plain = nn.Parameter(n)  # as a dry run makes one of a parameter of the grid, with its attributes
     plain.ndtp_memories = None
     assert memories_of(plain) is plain
