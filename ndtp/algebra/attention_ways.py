@@ -69,7 +69,7 @@ class AttentionWays:
         if way == "heads":
             share = self.received("heads") / max(self.received("gather"), 1)
             return f"{self.ranks} ranks divide the heads, and an all-to-all moves {share:.0%} of a gather's elements"
-        few = f"{self.heads} heads on a rank, which {self.ranks} ranks do not divide"
+        few = f"each rank has {self.heads} heads, which {self.ranks} ranks do not divide"
         more = "an all-to-all of heads moves no less" if self.repeats else few
         if way == "gather":
             return f"keys and values are few, {self.kept('gather') / max(self.q, 1):.2g} times the queries; {more}"

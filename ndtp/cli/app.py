@@ -16,6 +16,7 @@ from ndtp.cli.bench_overlap import overlap
 from ndtp.cli.bench_step import step
 from ndtp.cli.bench_volume import volume
 from ndtp.cli.check import check
+from ndtp.cli.common import what_it_must_be
 from ndtp.cli.demo import demo
 from ndtp.cli.export import export
 from ndtp.cli.help import Command, CommandGroup
@@ -52,6 +53,7 @@ class CommandLine(CommandGroup):
             if type(error).__name__ == "NoArgsIsHelpError":  # whose message is the help
                 print(error.format_message(), file=sys.stderr)
                 sys.exit(2)
+            error.message = what_it_must_be(error) or error.message
             _fail(error.format_message(), 2)
         except (GridError, LayoutError, MismatchError) as error:
             _fail(str(error), 2)

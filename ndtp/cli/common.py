@@ -42,6 +42,15 @@ def must_be(kind: Kind) -> Callable[[Any], Any]:
     return check
 
 
+def what_it_must_be(error: Exception) -> str:
+    """Return what a value that is no number must be, where an error has the words of pydantic, by which typer reads
+    numbers; "" of any other error.
+    """
+    found: list[dict[str, str]] = getattr(error.__cause__, "errors", list)()
+    kind = {"int": "an integer", "float": "a number"}.get(found[0]["type"].partition("_")[0]) if found else None
+    return f"{shown(found[0]['input'])}; it must be {kind}" if kind else ""
+
+
 def one_of(*words: str) -> Callable[[object], object]:
     return must_be(Word(words))
 

@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ndtp.cli.common import JsonOption, console, dtype_of, write_json
+from ndtp.cli.common import JsonOption, console, dtype_of, must_be, write_json
 from ndtp.cli.train_log import LOG
+from ndtp.planner.fields import Number
 
 CHECKPOINT, CONFIG, TOKENIZER = "checkpoint", "config.json", "tokenizer"  # of an output of ndtp train
 
@@ -28,7 +29,9 @@ def export(
     dtype: Annotated[
         str, typer.Option(callback=dtype_of("same", "float32", "bfloat16", "float16"), help="Of the weights.")
     ] = "same",
-    file_gb: Annotated[float, typer.Option(min=0.001, max=1000.0, help="Size of one file at most, in GB.")] = 5.0,
+    file_gb: Annotated[
+        float, typer.Option(callback=must_be(Number(1e-3, 1000)), help="Size of one file at most, in GB.")
+    ] = 5.0,
     json_file: JsonOption = None,
 ) -> None:
     """Write a trained model as the folder that transformers and vLLM load.

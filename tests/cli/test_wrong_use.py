@@ -130,6 +130,8 @@ def test_any_value_of_any_option(hostile, data):
         ("plan --top 0", "'--top': 0; it must be an integer from 1 to 1,000,000"),
         ("plan --tokens 10000000000000000000000", "tokens=10000000000000000000000; it must be an integer from 1"),
         ("plan --tokens 64 --hidden 64 --ffn 64 --ranks 2 --emit out.py", "fix: leave out --emit"),
+        ("plan --tokens 8k", "'--tokens': '8k'; it must be an integer"),
+        ("plan --memory-limit 80GB", "'--memory-limit': '80GB'; it must be a number"),
         ("plan --layers 0", "'--layers': 0; it must be an integer of at least 1"),
         ("plan --ranks 2000000", "ranks=2000000; it must be an integer from 1 to 1,048,576"),
         ("plan --memory-limit nan", "memory_limit_gib=nan; it must be a number from"),
