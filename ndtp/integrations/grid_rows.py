@@ -205,7 +205,7 @@ def _compare(tensors: Sequence[Tensor], mesh: ProcessGrid) -> None:
         return
     shapes = [(tuple(x.shape), str(x.dtype)) for x in tensors]
     values = [_hash_of(x) for x in tensors if x.device.type == "cpu" and is_strided(x) and not x.is_quantized]
-    what = "a batch of a loader, of which each rank takes its rows"
+    what = "batch of a loader, of which each rank takes its rows"
     facts = [Fact("tensors of the batch", shapes), Fact("values of the batch", values)]
     with Speaking(conversation, what):
         compare(mesh, conversation, Point(what, (shapes, values), facts=lambda: facts))

@@ -6,6 +6,7 @@ another model there, of which no weight and no input tells.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -27,6 +28,7 @@ def code_of(model: nn.Module) -> dict[str, object]:
     hashes: dict[str, set[int]] = {}
     roots = set(_LIBRARIES)
     seen: dict[object, list[int]] = {}
+    around: dict[str, set[str]] = {}
     for module in model.modules():
         own = vars(module).get("forward")
         for kind in type(module).__mro__[:-1]:
@@ -38,15 +40,25 @@ def code_of(model: nn.Module) -> dict[str, object]:
                 found.update(seen[kind])
         if own is not None:
             found = hashes.setdefault(f"code of {type(module).__qualname__}", set())
+            around.setdefault(f"code around {type(module).__qualname__}", set()).update(_wrappers(own))
             found.update(_reached(type(module), getattr(own, "__func__", own)))
     versions = {f"version of {name}": version for name in sorted(roots) if (version := _version_of(name))}
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     texts = {topic: f"hash {crc32(repr(sorted(each)).encode()):x}" for topic, each in sorted(hashes.items()) if each}
-    return {"version of Python": python, **versions, **texts}
+    wrappers = {topic: ", ".join(sorted(names)) for topic, names in sorted(around.items()) if names}
+    return {"version of Python": python, **versions, **texts, **wrappers}
 
 
 def _version_of(name: str) -> str:
     return str(getattr(sys.modules.get(name), "__version__", ""))
+
+
+def _wrappers(x: object) -> Iterator[str]:
+    """Yield names of what is wrapped around a `forward` that one module has by itself, such as an autocast."""
+    x = getattr(x, "__func__", x)
+    while (below := inspect.getattr_static(x, "__wrapped__", None)) is not None:
+        yield x.__qualname__ if isinstance(x, FunctionType) else type(x).__qualname__
+        x = below
 
 
 def _reached(kind: type, entry: object) -> Iterator[int]:

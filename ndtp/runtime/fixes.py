@@ -27,7 +27,9 @@ FIXES = (
     ("inference mode", "torch.no_grad() and torch.inference_mode() around the same calls on every rank"),
     ("autocast", "torch.autocast around the same calls on every rank"),
     ("version of", "the same versions of Python and of its packages on every rank"),
-    ("code of", "the same files and the same patches on every rank"),
+    ("code ", "the same files, patches and wrappers of a forward (autocast, accelerate's) on every rank"),
+    ("values of the batch", "the same rows in the same order on every rank, which takes its own of them: one data set, "
+     "one seed"),
     ("module", "the same modules in the same order on every rank"),
     ("uses of", "the same layers in the same order on every rank; one that has no rows for a layer calls it without "
      "any, layer(x[mask])"),

@@ -17,9 +17,9 @@ from ndtp.errors import LayoutError, MismatchError
 from ndtp.integrations import Accelerator
 
 
-def made(**sizes):
+def made(mixed_precision="no", **sizes):
     AcceleratorState._reset_state(reset_partial_state=True)
-    return Accelerator(ndtp_grid=sizes, cpu=True)
+    return Accelerator(ndtp_grid=sizes, cpu=True, mixed_precision=mixed_precision)
 
 
 def loader_of(samples, **named):
@@ -120,6 +120,13 @@ def check_batches():
         next(iter(loader))
 
 
+def check_precision():
+    """Autocast of one rank lies around a model's forward, where no call of it sees it."""
+    model = made("no" if dist.get_rank() == 0 else "bf16", dp=2).prepare(WithTable())
+    with pytest.raises(MismatchError, match=r"code around WithTable: rank 1 has .*Fp32.*, rank 0 has nothing"):
+        model(torch.arange(24).view(4, 6), torch.ones(32))
+
+
 def run(check, *arguments):
     with under_torchrun():
         check(*arguments)
@@ -129,6 +136,6 @@ def test_ranks_wait_for_each_other(ranks, tmp_path):
     ranks(2).run(run, check_meetings, tmp_path)
 
 
-@pytest.mark.parametrize("check", [check_rows, check_two_models, check_batches])
+@pytest.mark.parametrize("check", [check_rows, check_two_models, check_batches, check_precision])
 def test_rows_of_a_batch(ranks, check):
     ranks(2).run(run, check)

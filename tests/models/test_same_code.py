@@ -57,11 +57,23 @@ def patched_instance(model, monkeypatch):
     model.act.forward = MethodType(lambda self, x: relu(x), model.act)
 
 
+def wrapped_instance(model, monkeypatch):
+    model.act.forward = torch.autocast("cpu", torch.bfloat16)(model.act.forward)
+
+
 def replaced(model, monkeypatch):
     model.act = nn.ReLU()
 
 
-PATCHES = [patched_helper, patched_method, patched_torch, patched_layer_of_torch, patched_instance, replaced]
+PATCHES = [
+    patched_helper,
+    patched_method,
+    patched_torch,
+    patched_layer_of_torch,
+    patched_instance,
+    wrapped_instance,
+    replaced,
+]
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.__name__)
