@@ -180,7 +180,7 @@ class PlainGradients:
         if len(found) > 1:
             return None
         nothing = local_of(summed).new_zeros(()).expand(local_of(summed).shape)
-        zero = wrapped(nothing, summed._spec, real_of(summed))
+        zero = wrapped(nothing, summed._spec, vars(summed).get("ndtp_real"))  # a number's, too
         zero.ndtp_is_nothing = True
         return zero
 

@@ -147,7 +147,7 @@ def _accumulate(leaf: Any, total: Tensor) -> None:
         total = DTensor.from_local(
             total, leaf.device_mesh, leaf.placements, run_check=False, shape=leaf._spec.shape, stride=leaf._spec.stride
         )
-        if leaf.dim() and hasattr(leaf, "_dtensor"):
+        if hasattr(leaf, "_dtensor") and (leaf.dim() or vars(leaf).get("ndtp_is_handed")):  # whose sum may be plain
             total = type(leaf)(total, False, leaf.shape)
             total.ndtp_is_sum = True  # type: ignore[attr-defined]
     if leaf.requires_grad:

@@ -27,14 +27,14 @@ class Net(nn.Module):
         self.patch, self.pos = nn.Conv2d(3, 16, 4, 4), nn.Parameter(torch.randn(1, 4, 16))
         self.up, self.down, self.norm = nn.Linear(16, 33), nn.Linear(33, 16), nn.LayerNorm(16)
         self.head, self.scale = nn.Linear(16, 10), nn.Parameter(torch.randn(16))
-        self.prototypes = nn.Parameter(torch.randn(6, 16))
+        self.prototypes, self.gain = nn.Parameter(torch.randn(6, 16)), nn.Parameter(torch.tensor(1.5))
 
     def forward_features(self, x):
         x = self.patch(x).flatten(2).transpose(1, 2) + self.pos
         return self.norm(x + self.down(self.up(x).relu()))
 
     def forward_head(self, x):
-        return self.head(x.mean(1))
+        return self.head(x.mean(1)) * self.gain
 
     def forward(self, x):
         return self.forward_head(self.forward_features(x))
@@ -84,12 +84,12 @@ def check_losses(sizes, scheme):
             for (key, p), q in zip(model.named_parameters(), dense.parameters(), strict=True):
                 assert (p.grad is None) == (q.grad is None), (name, key)
                 if q.grad is not None:
-                    same(p.grad.full_tensor(), q.grad)
+                    same(whole(p.grad), q.grad)
             for m, given in ((model, of_rows), (dense, of_all)):
                 parameters = [p for p in m.parameters() if p.grad is not None]
                 m.asked = torch.autograd.grad(given, parameters)
             for one, other in zip(model.asked, dense.asked, strict=True):
-                same(one.full_tensor(), other)
+                same(whole(one), other)
             for each in steps:
                 each.step()
                 each.zero_grad()
@@ -132,7 +132,7 @@ def same_gradients(model, dense):
     for p, q in zip(model.parameters(), dense.parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None)
         if q.grad is not None:
-            torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+            torch.testing.assert_close(whole(p.grad), q.grad)
 
 
 def test_gradients_that_end_elsewhere(ranks):
