@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, field
 from functools import partial, wraps
+from types import MethodType
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ class FirstCall:
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             if "ndtp_waiting" not in vars(self) or is_somebodys(self):  # it is split: somebody kept this function
                 return theirs.forward(self, *args, **kwargs)
-            self.ndtp_waiting.settle(args, kwargs)
+            self.ndtp_waiting.settle((args, kwargs))
             return type(self).forward(self, *args, **kwargs)  # somebody may have put this one into a function of theirs
 
         model.__class__ = made_class(
@@ -75,6 +76,9 @@ class FirstCall:
         model.ndtp_waiting = self
         if "forward" in vars(model):
             model.forward = OwnForward(model, vars(model)["forward"])
+        for part in model.modules():  # which other methods of the model call
+            if part is not model and is_called(part) and "forward" not in vars(part):
+                part.forward = PartForward(model, part)
         self.hooks = [model.register_forward_hook(_nothing)]
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -106,8 +110,12 @@ class FirstCall:
             self.is_told = True
             warn(f"ndtp: {said}\n  fix: {fix}")
 
-    def settle(self, args: Any, kwargs: Any) -> None:
+    def settle(self, call: tuple[Any, Any] | None) -> None:
         """Split the model by what a call of it shows.
+
+        Args:
+            call: its arguments, positional and named ones; None where another method of the model, or code outside of
+                it, calls a part of it first: then sizes and names decide.
 
         Raises:
             MismatchError: ranks are called in ways that show other things.
@@ -119,13 +127,16 @@ class FirstCall:
         model.__class__ = vars(type(model))["ndtp_bases"][-1]
         if isinstance(entry := vars(model).get("forward"), OwnForward):
             model.forward = entry.own
+        for part in model.modules():
+            if isinstance(vars(part).get("forward"), PartForward):
+                del part.forward
         for hook in self.hooks[1:]:
             hook.remove()
         try:
             with torch.inference_mode(False), unrecorded():
                 mesh = split.mesh
                 with OwnRows(mesh, split.frame.outside.dims[0], type(model).__name__).while_running():
-                    seen = observe_call(model, args, kwargs)
+                    seen = None if call is None else observe_call(model, *call)
                 seen = seen_by_all(seen, model, mesh, split.frame.outside.dims[0], "first call")
                 with torch.device("cpu"):
                     held = Held(model)
@@ -158,7 +169,7 @@ class OwnForward:
     @eagerly(WHY_EAGER)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if "ndtp_waiting" in vars(self.model) and not is_somebodys(self.model):
-            self.model.ndtp_waiting.settle(args, kwargs)
+            self.model.ndtp_waiting.settle((args, kwargs))
         return self.own(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -166,6 +177,36 @@ class OwnForward:
         own = copy.deepcopy(self.own, memo)
         is_watched = memo.get(id(self.model.ndtp_waiting), self) is None
         return own if is_watched else OwnForward(copy.deepcopy(self.model, memo), own)
+
+
+class PartForward:
+    """The forward of a part of such a model, until the model is split: a call of the part alone splits it."""
+
+    def __init__(self, model: nn.Module, part: nn.Module) -> None:
+        self.model, self.part, self.__wrapped__ = model, part, part.forward
+
+    def __getattr__(self, name: str) -> object:
+        if name in ("model", "part") or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.__wrapped__, name)
+
+    @eagerly(WHY_EAGER)
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        waiting = vars(self.model).get("ndtp_waiting")
+        if waiting is not None and not is_somebodys(self.model) and not is_in_a_graph(self.model):
+            waiting.settle(None)
+        return type(self.part).forward(self.part, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> object:
+        """A copy of the part alone, or of a model that is only watched, waits for nothing."""
+        part = copy.deepcopy(self.part, memo)
+        waits = id(self.model) in memo and memo.get(id(vars(self.model).get("ndtp_waiting")), self) is not None
+        return PartForward(copy.deepcopy(self.model, memo), part) if waits else MethodType(type(part).forward, part)
+
+
+def is_in_a_graph(model: nn.Module) -> bool:
+    """Return whether code has computed with a parameter, in a graph of autograd that is still there, which holds it."""
+    return any(p._use_count() > 1 for p in model.parameters())  # type: ignore[attr-defined]
 
 
 def is_somebodys(model: nn.Module) -> bool:

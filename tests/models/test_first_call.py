@@ -215,3 +215,45 @@ def test_two_models_that_wait_may_share_a_parameter(ranks, grid):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_inputs_are_made_up_in_the_dtype_of_the_parameters(dtype):
     assert observe(Images().to(dtype)) is not None
+
+
+class ByMethod(nn.Module):
+    """A flow or an autoencoder, which is no function: its forward raises, and programs call its other methods."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.shift = (
+            nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)),
+            nn.Parameter(torch.ones(8)),
+        )
+
+    def forward(self, *_: object) -> torch.Tensor:
+        raise RuntimeError("call log_prob")
+
+    def log_prob(self, x: torch.Tensor) -> torch.Tensor:
+        return -(self.encoder(x) - self.shift).square().mean(-1)
+
+
+def check_methods(grid):
+    torch.manual_seed(0)
+    dense, x, mesh = ByMethod().double(), torch.randn(8, 8, dtype=torch.float64), mesh_of(grid)
+    model = ndtp.parallelize(copy.deepcopy(dense), mesh, scheme="1d")
+    alone = copy.deepcopy(model.encoder)  # a copy of a part is a module of its own
+    torch.testing.assert_close(alone(x), dense.encoder(x))
+    assert model.ndtp_report.waits
+    dp = grid.size(("dp",)) if "dp" in grid else 1
+    rows = x.chunk(dp)[mesh.coordinate["dp"] if dp > 1 else 0]
+    for each, given, parts in ((model, rows, dp), (copy.deepcopy(model), rows, dp), (dense, x, 1)):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            (-each.log_prob(given).mean() / parts).backward()
+            optimizer.step()
+        assert each is dense or each.ndtp_report.linears == (2, 2), each.ndtp_report
+        for ours, theirs in zip(model.parameters(), each.parameters(), strict=True):
+            torch.testing.assert_close(ours.full_tensor(), getattr(theirs, "full_tensor", theirs.detach)())
+
+
+@pytest.mark.parametrize("grid", [Grid(x=2), Grid(dp=2)], ids=str)
+def test_methods_of_a_model_that_is_never_called_split_it(ranks, grid):
+    ranks(2).run(check_methods, grid)

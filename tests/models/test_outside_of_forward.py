@@ -232,18 +232,20 @@ def test_norms_and_pruning_where_ranks_have_rows_of_their_own(ranks):
 
 
 def check_waiting(sizes):
-    """Methods of a model that nobody has called: with rows of its own a rank would train a model of its own."""
+    """Methods of a model that nobody has called, behind a use of a parameter: each rank would train its own."""
     torch.manual_seed(0)
     model, x = Net(), torch.randn(4, 3, 8, 8)
     ndtp.parallelize(model, mesh_of(Grid(**sizes)), scheme="1d")
     assert "waits" in str(model.ndtp_report)
-    loss = model.forward_head(model.forward_features(x)).square().mean()
+    shifted = model.pos + 1.0
+    loss = model.forward_head(model.forward_features(x)).square().mean() + shifted.square().mean()
     if "dp" in sizes:
         with pytest.raises(LayoutError, match=r"Net waits for its first call, and '.*' gets a gradient before it"):
             loss.backward()
     else:
         with pytest.warns(UserWarning, match=r"Net waits for its first call.*\n  fix: parallelize\(..., example=...\)"):
             loss.backward()
+    del loss, shifted
     model.zero_grad()
     model(x).square().mean().backward()
     assert "waits" not in str(model.ndtp_report) and not model.up.weight._backward_hooks
