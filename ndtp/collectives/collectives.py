@@ -1,7 +1,8 @@
-"""Collectives with handles.  One class a backend; every byte of a product passes through `Collectives.launch`."""
+"""Collectives with handles.  One class a backend; all bytes pass through `Collectives.launch` or `Collectives.run`."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,12 +16,14 @@ from ndtp.algebra.wire import KINDS, part_of
 from ndtp.collectives.codecs import CODECS, Codec
 from ndtp.collectives.coded import coded_routes
 from ndtp.collectives.direct_exchange import Past
+from ndtp.collectives.flight import DONE, WAITED
 from ndtp.collectives.handles import Begin, Channel, Handle, Relay, Route, Shape, Started, Underway
 from ndtp.collectives.in_line import check_out, copied_from, landing_of, real, with_size
 from ndtp.collectives.labels import Label
 from ndtp.collectives.own_presence import flight_of_world
 from ndtp.collectives.recorder import Recording, observed
 from ndtp.collectives.streams import has_streams
+from ndtp.collectives.turns import TURN
 from ndtp.collectives.watch import Watch, failure
 from ndtp.compute.traces import refuse_traces
 
@@ -61,6 +64,7 @@ class Collectives:
         self.describe = groups.describe
         self.wire: Wire | None = None
         self.marks_streams = self.orders_by_stream and has_streams(groups.device_type)
+        self._has_own_launch = type(self).launch is not Collectives.launch
         self.in_flight, self.flight = 0, None if groups.global_ranks is None else flight_of_world()
 
     # ------------------------------------------------------------------------------------------------------ starting
@@ -118,6 +122,39 @@ class Collectives:
             return Handle(self, route, route.begin(tensor, out), entry)
         except RuntimeError as error:
             raise failure(route.label(), self.describe, error, route.ranks) from error
+
+    def run(self, route: Route, tensor: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the result of a collective for which nothing is done meanwhile: `launch` and `wait` in one.
+
+        Args:
+            out: as of `launch`, and it fits; an all-reduce may have the tensor itself.
+        """
+        looks = self.recording.recorder is not None or self.recording.inspector is not None
+        if looks or self._has_own_launch or TURN.get() is not None or _profiler_enabled() or _modes_on():
+            return self.launch(route, tensor, out).wait()  # type: ignore[no-any-return]
+        borrowed: tuple[Tensor, ...] = ()
+        try:
+            past = route.channel.past
+            if past is not None and past.given_up:
+                self._finish_given_up(past)
+            entry = None if self.flight is None else route.enter(self, tensor)
+            work, finish, _held, borrowed = route.begin(tensor, out)
+            if entry is not None:
+                entry[WAITED] = time.monotonic()
+            if work is not None:
+                work.wait()
+            result = finish()
+            if borrowed:
+                self.ring.give_back(borrowed)
+                borrowed = ()
+            if entry is not None:
+                entry[DONE] = time.monotonic()
+            return result
+        except RuntimeError as error:
+            raise failure(route.label(), self.describe, error, route.ranks) from error
+        finally:
+            if borrowed:
+                self.ring.forget(borrowed)
 
     def _launch_watched(self, route: Route, tensor: Tensor, out: Tensor | None, ahead: bool) -> Handle:
         """`launch` where a meter counts, or a profiler or recorder looks on."""
@@ -289,7 +326,10 @@ class Collectives:
 
     def _all_reduce(self, to: Channel) -> Begin:
         def begin(x: Tensor, out: Tensor | None) -> Started:
-            summed = x.clone(memory_format=torch.contiguous_format) if out is None else out.copy_(x)
+            if out is None:
+                summed = x.clone(memory_format=torch.contiguous_format)
+            else:
+                summed = out if out is x else out.copy_(x)
             return self._sum_everywhere(summed, to), lambda: summed, (summed,), ()
 
         return begin

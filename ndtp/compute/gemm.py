@@ -14,6 +14,7 @@ from itertools import product as combinations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ndtp import dtypes
@@ -133,6 +134,8 @@ class TorchGemm(TorchEpilogues, TorchGrouped):
         multiply = {2: torch.mm, 3: torch.bmm}.get(dims or 0, torch.matmul)
         if transpose_a:
             return (lambda a, b: multiply(a.mT, b.mT)) if transpose_b else (lambda a, b: multiply(a.mT, b))
+        if transpose_b and dims == 2:
+            return F.linear  # which swaps b on its own
         return (lambda a, b: multiply(a, b.mT)) if transpose_b else multiply
 
     def product_of_blocks(

@@ -62,6 +62,7 @@ class Way:
         shape: of the tensor after the last leg.
         is_coded: whether it travels by a codec, so that what arrives of this rank's own part is another than the part.
         feeds_back: whether what rounding takes from a gradient on its way is added to the next one.
+        is_one_sum: whether it is one all-reduce, whose result has the shape of the tensor.
         gathers_in_order: whether it is one gather, whose parts lie behind one another in its result.
     """
 
@@ -108,6 +109,7 @@ class Way:
         arrives = blocks == "arrive" and len(steps) == 1 and gathers_columns(steps[0])
         in_order = len(steps) == 1 and steps[0].kind == "all_gather" and (arrives or not steps[0].dim)
         self.gathers_in_order = in_order and not self.is_coded
+        self.is_one_sum = len(legs) == 1 == len(routes) and routes[0][1].kind == "all_reduce" and not self.is_coded
         wire = collectives.wire
         self.feeds_back = wire is not None and wire.error_feedback and self.is_coded
         last = legs[-1] if legs else None
@@ -128,11 +130,17 @@ class Way:
     def start(self, tensor: Tensor, *, ahead: bool = False) -> Move:
         return Move(self, tensor, ahead=ahead).start()
 
-    def carried(self, tensor: Tensor) -> Tensor:
-        """Return a tensor at the end of the way, where nothing is done meanwhile."""
-        launch = self.collectives.launch
+    def carried(self, tensor: Tensor, is_own: bool = False) -> Tensor:
+        """Return a tensor at the end of the way, where nothing is done meanwhile.
+
+        Args:
+            is_own: whether the tensor is needed no more, so that an all-reduce may leave its sum there; contiguous.
+        """
+        run = self.collectives.run
+        if is_own and self.is_one_sum:
+            return run(self.legs[0], tensor, tensor)  # type: ignore[arg-type]
         for leg in self.legs:
-            tensor = launch(leg, tensor).wait() if isinstance(leg, Route) else leg.of(tensor)
+            tensor = run(leg, tensor) if isinstance(leg, Route) else leg.of(tensor)
         return tensor
 
 
