@@ -103,6 +103,9 @@ def _all_targets(logits: Pending, target: Tensor, ignore_index: int) -> Tensor:
     return whole.flatten()
 
 
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
 class WholeModel(nn.Module):
     """The class of a model whose head is on a grid: while it runs with labels, logits are what the loss is made of."""
 
@@ -119,13 +122,13 @@ def place_model(model: nn.Module, frame: Frame) -> None:
 @functools.cache
 def _whole(theirs: Any, forward_of_theirs: Any) -> Any:
     """The class of the split models of a class and its forward, which others may exchange; made once."""
-    signature = inspect.signature(forward_of_theirs)
+    by_place = [p.name for p in inspect.signature(forward_of_theirs).parameters.values() if p.kind in POSITIONAL]
+    place = by_place.index("labels") - 1 if "labels" in by_place else len(by_place)
 
     @functools.wraps(forward_of_theirs)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         before, frame = self.ndtp_frame.has_labels, self.ndtp_frame
-        given = signature.bind_partial(self, *args, **kwargs).arguments
-        frame.has_labels = any(each.get("labels") is not None for each in (given, kwargs))
+        frame.has_labels = kwargs.get("labels") is not None or (len(args) > place and args[place] is not None)
         try:
             return theirs.forward(self, *args, **kwargs)
         finally:
