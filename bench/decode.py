@@ -15,6 +15,7 @@ import json
 import math
 import time
 import warnings
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ndtp
 
-GRIDS = ({"x": 1}, "1d"), ({"y": 2}, "1d"), ({"x": 2, "y": 2}, "2d"), ({"x": 2, "y": 2}, "2d-features")
+GRIDS = (
+    ({"x": 1}, "1d"), ({"y": 2}, "1d"), ({"x": 2}, "1d-sp"), ({"x": 2, "y": 2}, "2d"),
+    ({"x": 2, "y": 2}, "2d-features"), ({"z": 2, "x": 2, "y": 2}, "3d"),
+)  # fmt: skip
 BATCH, PROMPT = 4, 5
 
 
@@ -91,7 +95,8 @@ def main() -> None:
     for row in rows:
         print("| " + " | ".join(str(value) for value in row.values()) + " |")
     if arguments.out:
-        arguments.out.write_text(json.dumps({"rounds": arguments.rounds, "rows": rows}, indent=1) + "\n")
+        about = {"date": str(date.today()), "torch": torch.__version__, "rounds": arguments.rounds}
+        arguments.out.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ Rows are [rows, features]; statistics [numbers, rows], in fp32 at least.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -59,18 +59,37 @@ def scaled(normal: Tensor, gain: Tensor | None, bias: Tensor | None, dtype: torc
     return (y if bias is None else y + bias).to(dtype)
 
 
-def on_one_rank(
-    x: Tensor, gain: Tensor | None, bias: Tensor | None, *, centred: bool, eps: float, offset: float = 0.0
-) -> Tensor:
-    """Return the norm of rows [.., features] that are whole, without gradients; arguments as of `ndtp.ops.norms`."""
-    gain = gain + offset if offset and gain is not None else gain
-    if all(p is None or p.dtype == x.dtype for p in (gain, bias)):
-        sizes = x.shape[-1:]  # torch's own round once, too
-        return F.layer_norm(x, sizes, gain, bias, eps) if centred else F.rms_norm(x, sizes, gain, eps)
-    rows = x.reshape(-1, x.shape[-1])
-    mean, squares = moments(rows).unbind() if centred else (None, sum_of_squares(rows)[0])
-    scale = (squares / rows.shape[1] + eps).rsqrt()
-    return scaled(normalized(rows, mean, scale), gain, bias, x.dtype).view(x.shape)
+def bound_on_one_rank(
+    features: int,
+    given: Sequence[torch.dtype | None],
+    dtype: torch.dtype,
+    centred: bool,
+    eps: float,
+    offset: float = 0.0,
+) -> Callable[[Tensor, Tensor | None, Tensor | None], Tensor]:
+    """Return the norm of rows [.., features] that are whole, without gradients: a function of them, gain and bias.
+
+    Args:
+        given: dtypes of gain and bias, None where there is none; what lies behind `features` in them is padding.
+        dtype: of the rows.
+        centred, eps, offset: as of `ndtp.ops.norms`.
+    """
+    sizes, is_alike = (features,), {*given} <= {dtype, None}
+
+    def normed(x: Tensor, gain: Tensor | None, bias: Tensor | None) -> Tensor:
+        if gain is not None:
+            gain = gain if gain.shape[0] == features else gain[:features]
+            gain = gain + offset if offset else gain
+        if bias is not None and bias.shape[0] != features:
+            bias = bias[:features]
+        if is_alike:  # torch's own round once, too
+            return F.layer_norm(x, sizes, gain, bias, eps) if centred else torch.rms_norm(x, sizes, gain, eps)
+        rows = x.reshape(-1, features)
+        mean, squares = moments(rows).unbind() if centred else (None, sum_of_squares(rows)[0])
+        scale = (squares / features + eps).rsqrt()
+        return scaled(normalized(rows, mean, scale), gain, bias, dtype).view(x.shape)
+
+    return normed
 
 
 def gradient_sums(grad: Tensor, normal: Tensor, centred: bool) -> Tensor:

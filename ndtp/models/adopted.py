@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
-from ndtp.compute.norms import on_one_rank
+from ndtp.compute.norms import bound_on_one_rank
 from ndtp.errors import LayoutError
 from ndtp.models.frame import Frame, Passage, led_to
 from ndtp.models.hidden import Hidden, enter, leave, split, whole
@@ -32,7 +32,7 @@ from ndtp.nn.padding import zero_padding
 from ndtp.nn.parameters import check_own, put_on_grid
 from ndtp.nn.sharded import Lies, Sharded
 from ndtp.ops.few_rows import is_inference
-from ndtp.ops.lookup import LookupPlan, look_up
+from ndtp.ops.lookup import LookupPlan, bound_look_up, look_up
 from ndtp.ops.norms import NormPlan, bound_norm, norm, with_eps
 from ndtp.runtime.arrival import is_plain, stored_shape
 from ndtp.runtime.eagerly import WHY_EAGER, eagerly
@@ -185,11 +185,14 @@ class SplitNorm(Adopted):
     def forward(self, x: Any = None, **named: Any) -> Tensor:
         if named:
             x = input_by_name(self, x, named)
-        plan = self.norm_plan
-        if vars(self).get(self.eps_name, plan.eps) != plan.eps:
+        plan, own = self.norm_plan, self.__dict__
+        if own.get(self.eps_name, plan.eps) != plan.eps:
             plan = self.plan_now(plan, x.dtype)
         if are_few(x, self) and x.shape[-1] == plan.features:
-            return self._as_dense(self._of_whole_rows(x, plan), x.dtype)
+            settled = self.settled.found((x.dtype, id(plan)))
+            if settled is not None:
+                return settled(x)  # type: ignore[no-any-return]
+            return self._of_whole_rows(x, plan)
         given = (x.passage.features,) if isinstance(x, Hidden) else x.shape[-1:]
         if given != (plan.features,) and not any(p is not None for p in self._parameters.values()):
             return super().forward(whole(x))  # type: ignore[misc, no-any-return]  # of whatever it is given
@@ -227,26 +230,24 @@ class SplitNorm(Adopted):
         return known[own, given]  # type: ignore[no-any-return]
 
     def _of_whole_rows(self, x: Tensor, plan: NormPlan) -> Tensor:
-        """Return the norm of rows that are whole, and few, on this rank."""
-        key = "whole", x.dtype, id(plan)
-        settled = self.settled.found(key)
-        if settled is not None:
-            return settled(x)  # type: ignore[no-any-return]
+        """Return the norm of rows that are whole, and few, on this rank, as the model's own code gives it."""
         found = self.own("weight", x), self.own("bias", x)
         own, frame, layout = uses_of(self, NAMES, found), self.frame, plan.parameter.source
-        form: dict[str, Any] = {"centred": plan.centred, "eps": plan.eps, "offset": self.offset}
         uses = own or [Use(self, name, value) for name, value in zip(NAMES, found, strict=True)]
-        cut = slice(plan.features)
+        dtypes = [None if use.local is None else use.local.dtype for use in uses]
+        run = bound_on_one_rank(plan.features, dtypes, x.dtype, plan.centred, plan.eps, self.offset)
+        is_split, gains = layout.num_splits(0) > 1, frame.gains
 
-        def run(x: Tensor, shards: Any) -> Tensor:
-            if layout.num_splits(0) > 1:
+        def run_now(x: Tensor, shards: Any) -> Tensor:
+            if is_split:
                 is_in_forward = own is not None and frame.is_in_forward
-                shards = [frame.gains.of(use, layout, is_in_forward) for use in uses]
-            gain, bias = shards
-            return on_one_rank(x, gain if gain is None else gain[cut], bias if bias is None else bias[cut], **form)
+                shards = [gains.of(use, layout, is_in_forward) for use in uses]
+            return run(x, *shards)
 
-        settled = Settled(uses, run)
-        return (settled if own is None else self.settled.add(key, settled))(x)  # type: ignore[no-any-return]
+        is_as_dense = next((dtype for dtype in dtypes if dtype is not None), x.dtype) is x.dtype
+        as_dense = run_now if is_as_dense else lambda x, shards: self._as_dense(run_now(x, shards), x.dtype)
+        settled = Settled(uses, as_dense, held=plan)
+        return (settled if own is None else self.settled.add((x.dtype, id(plan)), settled))(x)  # type: ignore
 
     def _led_to(self, given: Passage) -> Passage:
         return replace(given, came_from=self.name)
@@ -289,8 +290,12 @@ class SplitEmbedding(Adopted, nn.Embedding):
         if self.max_norm or self.scale_grad_by_freq or self.sparse:
             raise refused_setting(self)
         frame = self.frame
+        key = ids.shape, ids.dtype, self.num_embeddings, self.mesh.collectives
+        if not self.training and frame.decodes() and (settled := self.settled.found(key)) is not None:
+            self.__dict__["is_for_all"] = self.for_all is not None and (ids.dim() < 2 or ids.shape[0] == 1)
+            return settled(ids)  # type: ignore[no-any-return]
         if are_few(ids.unsqueeze(-1), self):
-            return self._whole_rows(ids)
+            return self._whole_rows(ids, key)
         lead, plan = tuple(ids.shape), self.lookup
         rows, across = frame.rows_of(lead)
         self.is_for_all = self.for_all is not None and (len(lead) < 2 or lead[0] == 1)
@@ -306,15 +311,24 @@ class SplitEmbedding(Adopted, nn.Embedding):
             last = vars(self)["ndtp_last"] = passage
         return enter(y.view_as(y), last)  # the same object where inputs are alike: what follows looks no closer
 
-    def _whole_rows(self, ids: Tensor) -> Tensor:
+    def _whole_rows(self, ids: Tensor, key: Hashable) -> Tensor:
         """Return few rows of the table, whole on every rank."""
         plan = vars(self).get("ndtp_whole_lookup")
         if plan is None:
             plan = vars(self)["ndtp_whole_lookup"] = replace(self.lookup, out=self.frame.outside)
         self.is_for_all = self.for_all is not None and (ids.dim() < 2 or ids.shape[0] == 1)
-        weight = self.needed("weight", None)
+        weight, features = self.needed("weight", None), self.embedding_dim
+        uses = uses_of(self, ("weight",), (weight,))
+        if uses is not None and uses[0].local is not None:
+            run = bound_look_up(ids.flatten(), uses[0].local, plan, self.mesh, self.num_embeddings)
+            if run is not None:
+
+                def rows(ids: Tensor, shards: Sequence[Tensor]) -> Tensor:
+                    return run(ids.flatten(), shards[0])[:, :features].reshape(*ids.shape, features)
+
+                return self.settled.add(key, Settled(uses, rows))(ids)  # type: ignore[no-any-return]
         y = look_up(ids.flatten(), weight, plan, self.mesh, self.num_embeddings, self.padding_idx)  # type: ignore
-        return y[:, : self.embedding_dim].reshape(*ids.shape, self.embedding_dim)
+        return y[:, :features].reshape(*ids.shape, features)
 
 
 def lying_as(x: Tensor, frame: Frame, layout: Layout, width: int, name: str) -> Hidden:

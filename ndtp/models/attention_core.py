@@ -11,27 +11,35 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 from weakref import ref
 
 from torch import Tensor, nn
 
 from ndtp.algebra.layout import Layout
 from ndtp.errors import LayoutError
-from ndtp.models.adopted import class_of
 from ndtp.models.attention_inputs import HIDDEN, PASSED, as_tuple, kv_heads_of, may_be_hidden, part_of_rank
 from ndtp.models.cached_sequences import lay_caches, refuse_filled_cache
 from ndtp.models.cut_sequences import as_rows, context_of, in_sequences, of_tokens, row_axes, with_all_heads
 from ndtp.models.frame import Frame, Passage
 from ndtp.models.fused_order import in_order
 from ndtp.models.hidden import Hidden, enter, hidden_in, split
-from ndtp.models.local_heads import ConfigOfRank, parts_of, take_heads
+from ndtp.models.local_heads import ConfigOfRank, parts_of
 from ndtp.models.looked_at import by_itself, is_looked_at, made_alike, shard_of, standing_for, with_whole_sizes
 from ndtp.models.placeholder import Placeholder, placeholder
 from ndtp.models.projections import Projection, products
 from ndtp.models.shared_input import SharedInput
-from ndtp.models.signatures import NamedArguments, Signature, signature_of
-from ndtp.models.whole_rows import are_few, is_alone, led_back, passage_of, rows_of_rank, with_all_rows, with_rows
+from ndtp.models.signatures import NamedArguments, Signature
+from ndtp.models.whole_rows import (
+    are_few,
+    is_alone,
+    led_back,
+    passage_of,
+    rows_of_rank,
+    whole_products,
+    with_all_rows,
+    with_rows,
+)
 from ndtp.ops.products import relayout
 from ndtp.runtime.of_turn import OfTurn
 from ndtp.split.spec import Spec, layout_of
@@ -40,6 +48,13 @@ from ndtp.split.tensor import enter as put
 from ndtp.split.tensor import leave as bare
 
 NO_CACHES = {Tensor, Placeholder, Hidden, SplitTensor, tuple, dict, bool, int, type(None)}
+
+
+class Running(Protocol):
+    """A call that was bound."""
+
+    def projected(self, member: Projection, x: Tensor) -> Tensor | None:
+        """Return the result of a projection; None where `Core` is to find it."""
 
 
 @dataclass(eq=False)
@@ -60,6 +75,7 @@ class Core:
         config: that of the module, if it has one.
         norms_hidden: whether its code norms hidden states, which then stay split.
         has_whole_rows: whether hidden states are whole on every rank, see `ndtp.models.whole_rows`.
+        running: the call of a decode step that runs, see `ndtp.models.bound_attention`.
         parts, cache: the modules that it had when its code was looked at, and the cache that came last.
     """
 
@@ -84,6 +100,7 @@ class Core:
     given = OfTurn()
     has_whole_rows = OfTurn(bool)
     groups = OfTurn(dict)
+    running: Running | None = None
 
     def __post_init__(self) -> None:
         self.context = context_of(self.frame)
@@ -226,6 +243,8 @@ class Core:
 
     def projected(self, member: Projection, x: Tensor) -> Tensor:
         """Return the result of a projection of this module when the model's code calls it."""
+        if (bound := self.running) is not None and (y := bound.projected(member, x)) is not None:
+            return y
         if member.adapts is not None:
             return self._adapted(member, member.adapts, x)
         if not self.groups or (self.is_whole and tuple(x.shape[:-1]) != self.given.lead):
@@ -246,7 +265,12 @@ class Core:
         source, is_split = x.source, isinstance(x.source, Hidden)
         passage = passage_of(self.frame, source)
         group = self.groups[id(member)]
-        y = group.result(member, source) if is_split or not is_alone(member) else member.product([member], source)[0]
+        make = None if is_split else whole_products
+        y = (
+            (make or member.product)([member], source)[0]
+            if is_alone(member) and not is_split
+            else group.result(member, source, make)
+        )
         y = y if is_split else rows_of_rank(y, member, passage, self.inner)
         return self._handed(self._as_wanted(member, y), passage)
 
@@ -362,29 +386,3 @@ class Core:
         sizes = (lead[0] if is_batch else x.shape[0], self.heads, *x.shape[2:])
         padded = (mine if is_batch else x.shape[0], self.heads, *x.shape[2:])
         return put(x.view_as(x), Spec(self.context, sizes, layout_of(self.frame.mesh, dims), padded, (), self.name))
-
-
-class AttentionModule(nn.Module):
-    """The class of an attention module on a grid; see `Core`."""
-
-    ndtp_core: Core
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # Of another module of the class, where that stands for this one.
-        forward = lambda module, *a, **k: super().forward(*a, **k)  # noqa: E731
-        return self.ndtp_core.run(self, forward, signature_of(super().forward), args, kwargs)
-
-
-def place_core(module: nn.Module, core: Core) -> None:
-    """Let an attention module run on this rank's heads and sequences."""
-    module.__class__ = class_of(AttentionModule, type(module))
-    module.ndtp_core = core  # type: ignore[assignment]
-    core.layer = getattr(module, "layer_idx", None)
-    for member in (*core.inputs.values(), *([core.output] if core.output is not None else [])):
-        member.core = core
-    for member in core.inputs.values():
-        member.leads_into, member.is_last = core.inner, False
-    core.parts = parts_of(module)
-    before = dict(vars(module))
-    core.config = take_heads(module, core, core.local_heads, len(core.kv_per_rank))
-    core.dense = {name: value for name, value in before.items() if vars(module).get(name) is not value}

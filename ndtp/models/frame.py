@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ndtp.algebra.layout import Layout
-from ndtp.algebra.stationary import WHOLE_ROWS
+from ndtp.collectives.turns import TURN
 from ndtp.errors import warn
 from ndtp.models.fused_order import order_of
 from ndtp.models.whole_gains import Gains
@@ -60,6 +61,7 @@ class Frame:
         gains: of norms, as wholes.
         dropouts: of the model, None before its first forward.
         is_in_forward, generates: whether the model's forward runs, and whether its `generate` does.
+        may_decode: whether the one that runs may have few rows that are whole, if it has no gradients and no autocast.
         draws: whether some of them are on, though the model is not in training: they have one mask for the whole.
         whole: how activations with whole rows lie, by their sizes, see `ndtp.models.whole_rows`.
         ranges: the rows of a rank, by a layout's identity (the layout stands beside them) and the number of rows.
@@ -90,6 +92,7 @@ class Frame:
 
     draws = OfTurn(bool)
     is_in_forward = OfTurn(bool)
+    may_decode = OfTurn(bool)
     generates = OfTurn(bool)
 
     def __post_init__(self) -> None:
@@ -103,12 +106,24 @@ class Frame:
         if self.dropouts is None:
             self.dropouts = dropouts_of(model)
         self.draws = any(each.training for each in self.dropouts)
+        mesh = self.mesh
+        may_decode = not (self.draws or self.always_cuts or mesh.check or torch.compiler.is_compiling())
+        self.may_decode = may_decode and mesh.collectives.wire is None
         self.is_in_forward = True
+
+    def decodes(self) -> bool:
+        """Return whether a forward of the model runs now in which few rows are whole; False under turns as well."""
+        return (
+            TURN.get() is None
+            and self.__dict__.get("may_decode", False)
+            and not torch.is_grad_enabled()
+            and not torch._C._is_any_autocast_enabled()
+        )
 
     def end(self) -> None:
         """End a forward of the model."""
         self.gains.begin()
-        self.is_in_forward = False
+        self.is_in_forward = self.may_decode = False
 
     def forget_shared(self) -> None:
         """Let go of results that were computed with others and that nobody has asked for, and of their graphs."""
@@ -130,11 +145,6 @@ class Frame:
         if key not in self.gathered and passage.loud:
             warn(f"ndtp: {who} takes the whole {passage}, from '{passage.came_from}', which is gathered for it")
         self.gathered[key] = self.gathered.get(key, 0) + 1
-
-    @property
-    def whole_rows(self) -> int:
-        """Return up to how many rows without gradients are whole on every rank; none of a stage."""
-        return 0 if self.always_cuts else WHOLE_ROWS
 
     def padded(self, count: int) -> int:
         return -(-count // self.sequences) * self.sequences

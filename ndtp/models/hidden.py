@@ -84,7 +84,7 @@ class Hidden(Linked):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> object:
-        kwargs = in_torchs_words(func, kwargs)
+        kwargs = in_torchs_words(func, kwargs) if kwargs else {}
         if WholeView in types:
             return NotImplemented  # it calls the function again with a plain tensor
         if func in GRADIENTS:
@@ -187,7 +187,9 @@ def _elementwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     """Apply an element-wise function to shards; the other operands are split alike, or can be brought to lie so."""
     operands = (*args, *kwargs.values())
     passage = None if func in CHANGING else _lying_alike(args)
-    if passage is not None and all(isinstance(x, PLAIN) for x in kwargs.values()):  # by far the most frequent
+    if passage is not None and (
+        not kwargs or all(isinstance(x, PLAIN) for x in kwargs.values())
+    ):  # by far the most frequent
         return _on_shards(func, args, kwargs, passage)
     if writes(func) and not (args and isinstance(args[0], Hidden)):
         return NotImplemented
@@ -246,7 +248,7 @@ def _on_shards(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], passag
     """Apply an element-wise function to the shards of operands that lie alike."""
     # Autograd must keep plain tensors, since backward uses them where nothing of this holds.
     bare = torch.is_grad_enabled()
-    shards = [leave(x) if bare and type(x) is Hidden else x for x in args]
+    shards = [leave(x) if type(x) is Hidden else x for x in args] if bare else args
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*shards, **kwargs)
         like = None

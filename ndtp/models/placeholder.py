@@ -8,7 +8,7 @@ from torch import Tensor
 from ndtp.compute.torch_calls import Arguments, Keywords, TorchFunction
 from ndtp.errors import LayoutError
 from ndtp.models.between import CASTS, DROPOUTS, FACTS, SIZES
-from ndtp.models.hidden import Hidden
+from ndtp.models.hidden import SHAPE, Hidden
 
 
 class Placeholder(Tensor):
@@ -21,6 +21,8 @@ class Placeholder(Tensor):
     def __torch_function__(
         cls, func: TorchFunction, types: object, args: Arguments = (), kwargs: Keywords | None = None
     ) -> object:
+        if func is SHAPE:
+            return torch.Size(args[0].seen)
         if func in FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))

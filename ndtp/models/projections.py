@@ -27,7 +27,7 @@ from ndtp.models.joint_product import Used, parts_of, side_by_side
 from ndtp.models.settled import settled_product
 from ndtp.models.shared_input import SharedInput
 from ndtp.models.signatures import OF_TORCH, as_dense_input, input_by_name
-from ndtp.models.whole_rows import is_alone, takes_whole, whole_products, whole_result
+from ndtp.models.whole_rows import takes_whole, whole_result
 from ndtp.ops.products import chain, relayout
 from ndtp.runtime.arrival import local_shard
 
@@ -78,17 +78,12 @@ class Projection(Adopted):
     def forward(self, x: Any = None, **named: Any) -> Tensor:
         if named:
             x = input_by_name(self, x, named)
-        if type(x) in OF_TORCH:
+        if type(x) in OF_TORCH and (x.layout is not torch.strided or x.is_nested):
             x = as_dense_input(x, self.name)
         if self.core is not None:
             return self.core.projected(self, x)
         if takes_whole(self, x):
-            y = (
-                self.group.result(self, x)
-                if self.group is not None and not is_alone(self)
-                else self.product([self], x)[0]
-            )
-            return whole_result(self, y, x)
+            return whole_result(self, x)
         if self.schedule is not None and (made := self.schedule.called(self, x)) is not None:
             return made
         if not isinstance(x, Hidden):
@@ -101,9 +96,6 @@ class Projection(Adopted):
 
     def product(self, members: Sequence[Any], x: Tensor) -> list[Any]:
         """Return the results of several layers of one input, by one product."""
-        is_whole_input = self.core is not None and x.__class__ is not Hidden  # of an attention with whole rows
-        if is_whole_input or takes_whole(self, x):
-            return whole_products(members, x)
         return products(members, self.taken(x))
 
     def as_given(self, y: Tensor, given: Passage) -> Hidden:

@@ -15,33 +15,61 @@ from torch import Tensor
 
 from ndtp.ops.few_rows import FewRows, takes_few_rows
 from ndtp.runtime.arrival import local_of
+from ndtp.runtime.versions import version_of
 
 MOST_SETTLED = 64  # of a layer
 UNREGISTERED = object()
 
 
+# A module, the name of a parameter and what it has under it; what is computed with, its attributes where it lies on a
+# grid, its shard, and the dtype and shape of that.
+Look = tuple[Any, ...]
+
+
 class Use:
     """A parameter that a layer computes with, or None where it has none: found once, and looked at in each call."""
 
-    __slots__ = ("dtype", "local", "module", "name", "parameter", "registered", "shape")
+    __slots__ = ("local", "look", "parameter")
 
     def __init__(self, module: Any, name: str, parameter: Tensor | None) -> None:
-        self.module, self.name, self.parameter = module, name, parameter
-        self.registered = module._parameters.get(name, UNREGISTERED)
-        self.local = None if parameter is None else local_of(parameter)
-        self.dtype = None if self.local is None else self.local.dtype
-        self.shape = None if self.local is None else self.local.shape
+        self.parameter = parameter
+        self.local = local = None if parameter is None else local_of(parameter)
+        form = (None, None) if local is None else (local.dtype, local.shape)
+        own = None if parameter is None or parameter is local else vars(parameter)
+        # Without its name the layer may have a plain tensor as attribute.
+        self.look = (module, name, module._parameters.get(name, UNREGISTERED), parameter, own, local, *form)
 
     def stands(self) -> bool:
         """Return whether the layer would find this parameter again, and nothing of it but its numbers has changed."""
-        parameter, local = self.parameter, self.local
-        # Without its name the layer may have a plain tensor as attribute.
-        if self.module._parameters.get(self.name, UNREGISTERED) is not self.registered:
+        return stand((self.look,))
+
+
+def stand(looks: Sequence[Look]) -> bool:
+    """Return whether parameters stand, by what `Use.look` has of each; written out: this runs for each layer of each
+    step.
+    """
+    for module, name, registered, parameter, own, local, dtype, shape in looks:
+        if module._parameters.get(name, UNREGISTERED) is not registered:
             return False
-        if parameter is None or local is None:
-            return True
-        is_same = parameter is local or parameter._local_tensor is local  # type: ignore[attr-defined]
-        return is_same and local.dtype is self.dtype and local.shape == self.shape
+        if local is None:
+            continue
+        if own is not None and own.get("_dtensor", parameter)._local_tensor is not local:
+            return False
+        if local.dtype is not dtype or local.shape != shape:
+            return False
+    return True
+
+
+def now_of(parameter: Tensor) -> tuple[object, ...]:
+    """Return what changes when a parameter is written to; of a write through `.data` it is known that that was read."""
+    own = vars(parameter)
+    inner, memories = own.get("_dtensor", parameter), own.get("ndtp_memories")
+    local = getattr(inner, "_local_tensor", inner)
+    number, reads = memories and memories.number, own.get("ndtp_data_reads")
+    try:  # as `version_of`, by no function of Python: each norm asks
+        return parameter._version, inner._version, local._version, local.data_ptr(), number, reads
+    except RuntimeError:  # tensors of inference
+        return version_of(parameter), reads
 
 
 class Settled:
@@ -50,21 +78,20 @@ class Settled:
     Args:
         uses: of parameters.
         run: takes the rows and the shards of those parameters, None for one that a layer lacks.
+        held: what lives as long, so that its id is nobody else's.
     """
 
-    __slots__ = ("_run", "_uses")
+    __slots__ = ("_held", "_run", "_shards", "looks")
 
-    def __init__(self, uses: Sequence[Use], run: Callable[..., Any]) -> None:
-        self._uses, self._run = tuple(uses), run
+    def __init__(self, uses: Sequence[Use], run: Callable[..., Any], held: object = None) -> None:
+        self._held = held
+        self.looks, self._shards, self._run = [use.look for use in uses], [use.local for use in uses], run
 
     def stands(self) -> bool:
-        stands = True
-        for use in self._uses:  # written out: this runs for each layer of each step
-            stands = stands and use.stands()
-        return stands
+        return stand(self.looks)
 
     def __call__(self, rows: Tensor) -> Any:
-        return self._run(rows, [use.local for use in self._uses])
+        return self._run(rows, self._shards)
 
 
 class Settlements(dict[Hashable, Settled]):
@@ -72,7 +99,7 @@ class Settlements(dict[Hashable, Settled]):
 
     def found(self, key: Hashable) -> Settled | None:
         settled = self.get(key)
-        return settled if settled is not None and settled.stands() else None
+        return settled if settled is not None and stand(settled.looks) else None
 
     def add(self, key: Hashable, settled: Settled) -> Settled:
         if len(self) >= MOST_SETTLED:

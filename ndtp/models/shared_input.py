@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -22,9 +22,8 @@ def mode_of(x: Tensor) -> tuple[bool, bool, torch.dtype | None]:
     """Return what decides, beside the numbers, what a product gives: whether it has a gradient, whether autograd may
     ever see it, and its dtype.
     """
-    device = x.device.type
-    is_cast = is_autocast_on(device)
-    dtype = torch.get_autocast_dtype(device) if is_cast else None
+    is_cast = torch._C._is_any_autocast_enabled() and is_autocast_on(x.device.type)
+    dtype = torch.get_autocast_dtype(x.device.type) if is_cast else None
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), dtype
 
 
@@ -75,13 +74,19 @@ class SharedInput:
         self.members, self.are_apart = list(members), False
         self.weights = [SeenWeights([each]) for each in self.members]  # type: ignore[list-item]
 
-    def result(self, member: Member, x: Tensor) -> Any:
+    def result(self, member: Member, x: Tensor, product: Callable[..., Sequence[object]] | None = None) -> Any:
+        """Return the result of one of the layers.
+
+        Args:
+            product: of several layers and their input, where it is not the one that `Member.product` chooses.
+        """
+        product = product or member.product
         mode, state, waiting = mode_of(x), state_of(x), self.waiting
         is_same = waiting.source is x
         self.are_apart |= is_same and waiting.mode != mode
         # A hook may change a weight that is used later.
         if self.are_apart or any(map(pre_hooks, self.members)):  # type: ignore[arg-type]
-            return member.product([member], x)[0]
+            return product([member], x)[0]
         key = id(member)
         if not is_same or waiting.state != state or key not in waiting.results:
             members = self._beside(member) if is_saved_by_hooks() else self.members
@@ -90,7 +95,7 @@ class SharedInput:
                 for m, weights in zip(self.members, self.weights, strict=True)
                 if m is not member and m in members
             }
-            made = member.product(members, x)
+            made = product(members, x)
             waiting.source, waiting.state, waiting.mode = x, state, mode
             waiting.results = {id(m): y for m, y in zip(members, made, strict=True)}
             if mode[0]:  # decoding calls all of them
@@ -99,7 +104,7 @@ class SharedInput:
         now = waiting.weights.pop(key, None)
         is_own = now is not None and now[0].now()[:3] == now[1][:3]
         found = self._taken(waiting, key)
-        return found if is_own else member.product([member], x)[0]
+        return found if is_own else product([member], x)[0]
 
     def _beside(self, member: Member) -> list[Member]:
         """Return the layers of one module: a checkpoint, which computes one module again, holds no other's results."""

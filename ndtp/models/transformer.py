@@ -14,7 +14,8 @@ from ndtp.errors import LayoutError
 from ndtp.models.adapters import place_adapters, reason_against, wrappers_in
 from ndtp.models.adopted import Adopted, SplitNorm, adopt, is_placed
 from ndtp.models.at_work import reads_parameters
-from ndtp.models.attention_core import AttentionModule, Core, place_core
+from ndtp.models.attention_core import Core
+from ndtp.models.bound_attention import AttentionModule, place_core
 from ndtp.models.computed import plain_weight
 from ndtp.models.data_loss import average_loss
 from ndtp.models.expert_layers import experts_role, place_experts

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.steps import Step
-from ndtp.models.settled import Use
+from ndtp.models.settled import Use, now_of
 from ndtp.ops.moving import way_of
 from ndtp.runtime.grid_like import GridLike
-from ndtp.runtime.versions import version_of
 
 
 class Gains:
@@ -45,14 +44,14 @@ class Gains:
             layout: in which it lies, [features].
             is_in_forward: whether the model runs; else nothing is kept.
         """
-        shard = use.local
-        if shard is None:
+        shard, parameter = use.local, use.parameter
+        if shard is None or parameter is None:
             return None
         if not is_in_forward:
             return self._gathered([shard], layout)[0]
         key = id(use)
         found = self._found.get(key)
-        if found is None or found[0] is not shard or found[1] != _state(use.parameter):
+        if found is None or found[0] is not shard or found[1] != now_of(parameter):
             self._asked[key] = use, layout
             alike = {k: u for k, (u, lies) in self._asked.items() if lies == layout and k not in self._found}
             stand = {k: u for k, u in alike.items() if u.stands() and _is_like(u.local, shard)} | {key: use}
@@ -60,7 +59,7 @@ class Gains:
                 del self._asked[gone]
             shards: list[Any] = [each.local for each in stand.values()]
             for k, gain, x in zip(stand, self._gathered(shards, layout), shards, strict=True):
-                self._found[k] = x, _state(stand[k].parameter), gain
+                self._found[k] = x, now_of(stand[k].parameter), gain  # type: ignore[arg-type]
         return self._found[key][2]
 
     def _gathered(self, shards: Sequence[Tensor], layout: Layout) -> list[Tensor]:
@@ -75,11 +74,6 @@ class Gains:
 
     def __deepcopy__(self, memo: object) -> Gains:
         return Gains(self._mesh)
-
-
-def _state(parameter: Any) -> Any:
-    """Return what changes when a parameter is written to; of a write through `.data` it is known that that was read."""
-    return version_of(parameter), vars(parameter).get("ndtp_data_reads")
 
 
 def _is_like(x: Tensor | None, other: Tensor) -> bool:

@@ -14,7 +14,7 @@ Source: the weight-stationary layouts of Pope et al. 2022, "Efficiently scaling 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,16 +25,17 @@ from torch import Tensor
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.algebra.relayouts import RelayoutPlan
-from ndtp.algebra.stationary import Axes, in_common, summed_axes
+from ndtp.algebra.stationary import WHOLE_ROWS, Axes, in_common, summed_axes
 from ndtp.algebra.steps import Step
 from ndtp.compute.constants import constant_on
 from ndtp.models.frame import Frame, Passage, led_to
 from ndtp.models.hidden import Hidden, enter, leave
 from ndtp.models.settled import MOST_SETTLED, Settled, Settlements, uses_of
+from ndtp.models.shared_input import SharedInput
 from ndtp.nn.padding import zero_padding
 from ndtp.nn.sharded import Lies
 from ndtp.ops.few_rows import is_inference
-from ndtp.ops.moving import moved, way_of
+from ndtp.ops.moving import way_of
 from ndtp.runtime.arrival import local_of
 from ndtp.runtime.grid_like import GridLike
 
@@ -51,6 +52,7 @@ class StationaryLayer(Protocol):
     plan: MatMulPlan
     stored: Layout
     order: Tensor | None
+    group: SharedInput | None
     leads_into: Layout | None
     is_last: bool
     core: Any
@@ -86,30 +88,41 @@ def are_few(x: Tensor, layer: Any) -> bool:
 
     It is decided by what is the same on all ranks that share rows.
     """
-    if x.__class__ is not Tensor or x.dim() < 2:
+    if x.__class__ is not Tensor or x.dim() < 2 or layer.training or x.is_meta:
+        return False
+    if not 0 < x.numel() <= WHOLE_ROWS * x.shape[-1]:
         return False
     frame: Frame = layer.frame
-    if layer.training or frame.draws:
-        return False
-    return 0 < x.numel() <= frame.whole_rows * x.shape[-1] and is_inference(x, frame.mesh)
+    return frame.decodes() or (not (frame.always_cuts or frame.draws) and is_inference(x, frame.mesh))
 
 
 def takes_whole(layer: StationaryLayer, x: Tensor) -> bool:
     """Return whether a layer of no attention multiplies rows that are whole, and few."""
-    weight, frame = layer._parameters.get("weight"), layer.frame
-    if layer.core is not None or (weight is not None and weight.dtype != x.dtype):
+    if x.__class__ is Hidden:
+        passage: Passage = x.passage  # type: ignore[attr-defined]
+        known = vars(layer).get("ndtp_takes_whole")
+        if known is None or known[0] is not passage:
+            known = vars(layer)["ndtp_takes_whole"] = (passage, _fits(layer, passage))
+        frame = layer.frame
+        if (
+            not known[1]
+            or layer.training
+            or not (frame.decodes() or (not frame.draws and is_inference(leave(x), frame.mesh)))
+        ):
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            dtype = x.dtype
+    elif are_few(x, layer) and x.shape[-1] == layer.real_in:
+        frame, dtype = layer.frame, x.dtype
+    else:
+        return False
+    weight = layer._parameters.get("weight")
+    if layer.core is not None or (weight is not None and weight.dtype is not dtype):
         return False
     if layer is frame.head and (frame.has_labels or x.shape[-2:-1] != (1,)):
         return False  # logits of a prompt stay split, as the loss takes them
-    if layer.is_last and not frame.generates and frame.outside.num_splits(0) > 1:
-        return False  # the loss of what stays split is that of all ranks' rows
-    if x.__class__ is not Hidden:
-        return x.shape[-1:] == (layer.real_in,) and are_few(x, layer)
-    passage: Passage = x.passage  # type: ignore[attr-defined]
-    known = vars(layer).get("ndtp_takes_whole")
-    if known is None or known[0] is not passage:
-        known = vars(layer)["ndtp_takes_whole"] = (passage, _fits(layer, passage))
-    return known[1] and not (layer.training or frame.draws) and is_inference(leave(x), frame.mesh)  # type: ignore[no-any-return]
+    # The loss of what stays split is that of all ranks' rows.
+    return not layer.is_last or frame.generates or frame.outside.num_splits(0) == 1
 
 
 def _fits(layer: StationaryLayer, passage: Passage) -> bool:
@@ -136,9 +149,14 @@ def result_axes(layer: StationaryLayer) -> Axes:
     """Return the axes that split the features of a result with whole rows: the first ones that split the layer's own,
     as far as what it leads into has its features split over them.
     """
-    if layer.order is not None or layer.leads_into is None:
+    into = layer.leads_into
+    if layer.order is not None or into is None:
         return ()
-    return in_common(_out_axes(layer), layer.mesh.grid.nontrivial(layer.leads_into.dims[1]))
+    known = vars(layer).get("ndtp_result_axes")
+    if known is None or known[0] is not into:
+        axes = in_common(_out_axes(layer), layer.mesh.grid.nontrivial(into.dims[1]))
+        known = vars(layer)["ndtp_result_axes"] = into, axes
+    return known[1]  # type: ignore[no-any-return]
 
 
 def with_rows(frame: Frame, axes: Axes) -> Layout:
@@ -148,32 +166,35 @@ def with_rows(frame: Frame, axes: Axes) -> Layout:
 
 def passage_of(frame: Frame, x: Tensor) -> Passage:
     """Return how an activation lies; one with whole rows has the padding that ranks which split them would have."""
-    if isinstance(x, Hidden):
-        return x.passage
-    key = tuple(x.shape)
+    if x.__class__ is Hidden:
+        return x.passage  # type: ignore[attr-defined, no-any-return]
+    key = x.shape
     found = frame.whole.get(key)
     if found is None:
         if len(frame.whole) >= MOST_SETTLED:
             frame.whole.clear()
-        lead, features = key[:-1], key[-1]
+        lead, features = tuple(key[:-1]), key[-1]
         rows, across = frame.rows_of(lead)
         found = Passage(frame, frame.outside, lead, rows, features, features, across=across)
         frame.whole[key] = found
     return found
 
 
-def whole_products(members: Sequence[StationaryLayer], x: Tensor) -> list[Tensor]:
+def whole_products(members: Sequence[StationaryLayer], x: Tensor) -> Sequence[Tensor]:
     """Return [rows, features] of layers of one input with whole rows, as `result_axes` splits the features."""
     if x.__class__ is not Hidden:
         return product_of_rows(members, x.reshape(-1, x.shape[-1]), ())
     passage: Passage = x.passage  # type: ignore[attr-defined]
-    rows = leave(x)
+    rows, layout = leave(x), passage.layout
     if passage.width != passage.features:
-        rows = zero_padding(rows, passage.layout, members[0].mesh, passage.features)
-    return product_of_rows(members, rows, passage.layout.grid.nontrivial(passage.layout.dims[1]))
+        rows = zero_padding(rows, layout, members[0].mesh, passage.features)
+    known = passage.__dict__.get("_feature_axes")
+    if known is None:
+        known = passage.__dict__["_feature_axes"] = layout.grid.nontrivial(layout.dims[1])
+    return product_of_rows(members, rows, known)
 
 
-def product_of_rows(members: Sequence[StationaryLayer], rows: Tensor, axes: Axes) -> list[Tensor]:
+def product_of_rows(members: Sequence[StationaryLayer], rows: Tensor, axes: Axes) -> Sequence[Tensor]:
     """Return [rows, features] of layers, of rows [rows, features] whose features `axes` split."""
     first = members[0]
     key = ("whole", axes, rows.shape, rows.dtype, first.mesh.collectives, *members)
@@ -189,13 +210,19 @@ def is_alone(layer: StationaryLayer) -> bool:
     return known  # type: ignore[no-any-return]
 
 
-def whole_result(layer: StationaryLayer, y: Tensor, x: Tensor) -> Tensor:
-    """Return a result with whole rows as the model's code gets it: a plain tensor, where its features are whole."""
-    lead = x.passage.lead if x.__class__ is Hidden else x.shape[:-1]  # type: ignore[attr-defined]
-    if layer.leads_into is None or not result_axes(layer):
-        return _as_plain(y, layer, lead)
+def whole_result(layer: StationaryLayer, x: Tensor) -> Tensor:
+    """Return a layer's result with whole rows as the model's code gets it: a plain tensor, where its features are
+    whole.
+    """
+    group = layer.group
+    if group is None or is_alone(layer):
+        (y,) = whole_products((layer,), x)
+    else:
+        y = group.result(layer, x, whole_products)  # type: ignore[arg-type]
+    if not result_axes(layer):
+        return _as_plain(y, layer, x.passage.lead if x.__class__ is Hidden else x.shape[:-1])  # type: ignore
     given = passage_of(layer.frame, x)
-    return enter(y.view_as(y), led_to(layer, given, lambda given: _led_to(layer, given)))
+    return enter(y, led_to(layer, given, lambda given: _led_to(layer, given)))
 
 
 def _as_plain(y: Tensor, layer: StationaryLayer, lead: Sequence[int]) -> Tensor:
@@ -219,18 +246,30 @@ def rows_of_rank(y: Tensor, layer: StationaryLayer, passage: Passage, inner: Lay
     """
     known = vars(layer).get("ndtp_rows_of_rank")
     if known is None or known[0] is not passage:
-        grid, rank, axes = inner.grid, layer.mesh.rank, inner.grid.nontrivial(inner.dims[1])
-        rest, size = (axes[len(result_axes(layer)) :], y.shape[1]) if layer.order is None else (axes, len(layer.order))
-        columns = _block(size, grid.size(rest), grid.index(rank, rest))
-        known = vars(layer)["ndtp_rows_of_rank"] = (passage, columns, replace(passage, layout=inner).rows_here)
-    _, columns, here = known
-    if layer.order is not None:
-        y = y.index_select(1, constant_on(layer.order, y.device)[columns.start : columns.stop])
-    elif len(columns) < y.shape[1]:
-        y = y[:, columns.start : columns.stop]
-    if passage.rows != len(y) or passage.across > 1:
-        y = passage.laid(y)
-    return y[here.start : here.stop].contiguous() if len(here) < len(y) else y.contiguous()
+        known = vars(layer)["ndtp_rows_of_rank"] = (passage, bound_rows(layer, passage, inner))
+    return known[1](y)  # type: ignore[no-any-return]
+
+
+def bound_rows(layer: StationaryLayer, passage: Passage, inner: Layout) -> Callable[[Tensor], Tensor]:
+    """Return `rows_of_rank` of this passage, as a function of y alone."""
+    grid, rank, axes = inner.grid, layer.mesh.rank, inner.grid.nontrivial(inner.dims[1])
+    order, here = layer.order, replace(passage, layout=inner).rows_here
+    rest = axes if order is not None else axes[len(result_axes(layer)) :]
+    count, index = grid.size(rest), grid.index(rank, rest)
+    is_laid = passage.rows != math.prod(passage.lead) or passage.across > 1
+    is_part = len(here) < passage.rows
+
+    def taken(y: Tensor) -> Tensor:
+        if count > 1 or order is not None:
+            columns = _block(y.shape[1] if order is None else len(order), count, index)
+            if order is not None:
+                y = y.index_select(1, constant_on(order, y.device)[columns.start : columns.stop])
+            else:
+                y = y[:, columns.start : columns.stop]
+        y = passage.laid(y) if is_laid else y
+        return (y[here.start : here.stop] if is_part else y).contiguous()
+
+    return taken
 
 
 def led_back(rows: Tensor, layer: StationaryLayer, given: Passage, inner: Layout) -> Tensor:
@@ -253,7 +292,13 @@ def with_all_rows(rows: Tensor, layer: StationaryLayer, given: Passage, inner: L
         plan = RelayoutPlan(inner, with_rows(layer.frame, axes), name=f"{layer.name} rows")
         known = vars(layer)["ndtp_with_all_rows"] = (inner, axes, plan)
     _, axes, plan = known
-    rows = moved(rows, plan.steps, layer.mesh, plan.name, "forward")
+    if plan.steps:
+        key = "rows", rows.shape, rows.dtype, layer.mesh.collectives
+        carried = layer.settled.found(key)
+        if carried is None:
+            way = way_of(rows, plan.steps, layer.mesh, plan.name, "forward")
+            carried = layer.settled.add(key, Settled((), lambda rows, _: way.carried(rows)))
+        rows = carried(rows)
     return given.in_order(rows) if given.across > 1 or len(rows) > math.prod(given.lead) else rows, axes
 
 
@@ -261,12 +306,11 @@ def _settle(members: Sequence[StationaryLayer], rows: Tensor, axes: Axes, key: H
     first = members[0]
     layers = [(member.checked("weight", member.held("weight"), rows), member.held("bias")) for member in members]
     both = [None if p is None else local_of(p) for layer in layers for p in layer]
-    product = WholeProduct(members, axes, first.mesh)
-    run = lambda rows, shards: product(rows, shards[::2], shards[1::2])  # noqa: E731
+    run = WholeProduct(members, axes, rows.shape[1], first.mesh)
     found = [uses_of(member, ("weight", "bias"), pair) for member, pair in zip(members, layers, strict=True)]
     if None not in found:
         return first.settled.add(key, Settled([use for uses in found for use in uses or ()], run))
-    return Settled((), lambda rows, _: run(rows, both))  # computed weights: of this call alone
+    return Settled((), lambda rows, _: run(rows, both))  # type: ignore[arg-type]  # computed weights: of this call alone
 
 
 class WholeProduct:
@@ -274,14 +318,17 @@ class WholeProduct:
 
     Args:
         given: the axes that split the features of the input, with which those of the weights begin.
+        features: of the input that this rank has.
     """
 
-    def __init__(self, members: Sequence[StationaryLayer], given: Axes, mesh: GridLike) -> None:
+    def __init__(self, members: Sequence[StationaryLayer], given: Axes, features: int, mesh: GridLike) -> None:
         first, grid, self._mesh = members[0], mesh.grid, mesh
         here = lambda axes, size: _block(size, grid.size(axes), grid.index(mesh.rank, axes))  # noqa: E731
         into, out, self._name = result_axes(first), _out_axes(first), first.name
         own, seen = here(_in_axes(first), first.width), here(given, first.width)
-        self._columns = range(own.start - seen.start, own.stop - seen.start)
+        start, stop = own.start - seen.start, own.stop - seen.start
+        self._padding = max(stop - features, 0)  # which no rank has of a whole activation
+        self._columns = None if stop - start == features + self._padding else slice(start, stop)
         self._sums = summed_axes(grid, out, into, _in_axes(first))
         self._way: Way | None = None
         self._multiply = mesh.gemm.bound_product(False, first.plan.transpose_b, 2)
@@ -304,32 +351,36 @@ class WholeProduct:
         self._is_filled = all(
             len(range(start)[place]) == n for place, n in zip(self._places, self._widths, strict=True)
         )
+        self._is_one = len(members) == 1
 
-    def __call__(self, rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+    def __call__(self, rows: Tensor, shards: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the result of each layer, [rows, features].
 
         Args:
-            weights, biases: this rank's shards, as they are stored.
+            shards: this rank's shard of each layer's weight and bias, as they are stored.
         """
-        first, last = self._columns.start, self._columns.stop
-        if last > rows.shape[1]:  # padding, which no rank has of a whole activation
-            rows = F.pad(rows, (0, last - rows.shape[1]))
-        rows = rows if last - first == rows.shape[1] else rows[:, first:last].contiguous()
-        made = [self._multiply(rows, weight) for weight in weights]
-        y = self._laid(made)
-        for bias, place in zip(biases, self._biases, strict=True):
+        if self._padding:
+            rows = F.pad(rows, (0, self._padding))
+        if self._columns is not None:
+            rows = rows[:, self._columns].contiguous()
+        multiply, weights = self._multiply, shards[::2]
+        if self._is_one:
+            y = multiply(rows, shards[0])
+            y = y if self._is_filled else self._in_zeros((y,))
+        else:
+            made = [multiply(rows, weight) for weight in weights]
+            y = torch.cat(made, 1) if self._is_filled else self._in_zeros(made)
+        for bias, place in zip(shards[1::2], self._biases, strict=True):
             if bias is not None and place is not None:
                 y[:, place[0]] += bias[place[1]]
         if self._sums:
             if self._way is None:
                 self._way = way_of(y, (Step("all_reduce", self._sums),), self._mesh, self._name, "forward")
-            y = self._way.carried(y)
-        return [y] if len(made) == 1 else [part.contiguous() for part in y.split(self._widths, 1)]
+            y = self._way.carried(y, is_own=True)
+        return (y,) if self._is_one else [part.contiguous() for part in torch.split_with_sizes(y, self._widths, 1)]
 
-    def _laid(self, made: Sequence[Tensor]) -> Tensor:
+    def _in_zeros(self, made: Sequence[Tensor]) -> Tensor:
         """Return the products side by side, each at its place in zeros."""
-        if self._is_filled:
-            return made[0] if len(made) == 1 else torch.cat(list(made), 1)
         y = made[0].new_zeros(made[0].shape[0], sum(self._widths))
         for part, place in zip(made, self._places, strict=True):
             y[:, place] = part

@@ -27,7 +27,7 @@ MOST_ROWS = 256  # of a rank; more are worth programs whose chunks overlap
 
 def is_inference(x: Tensor, mesh: GridLike) -> bool:
     """Return whether a call with this tensor keeps nothing and is not looked at: no gradients, no cast, no check."""
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or mesh.check or mesh.collectives.wire is not None:
+    if torch.is_grad_enabled() or mesh.check or mesh.collectives.wire is not None or torch.compiler.is_compiling():
         return False
     if x.is_meta:  # a device without autocast, which is refused where it is asked for
         return False

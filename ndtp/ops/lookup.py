@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ndtp.algebra.cached import cached_property
@@ -16,7 +18,7 @@ from ndtp.collectives.streams import has_streams
 from ndtp.compute.lookup import rows_of
 from ndtp.errors import LayoutError, RangeError
 from ndtp.ops import compiled_layers
-from ndtp.ops.moving import enter, moved, taken
+from ndtp.ops.moving import enter, moved, taken, way_of
 from ndtp.ops.reductions import reduce, sum_over
 
 if TYPE_CHECKING:
@@ -159,6 +161,31 @@ def look_up(
     table = (compiled_layers.taken if is_compiling else taken)(table, plan.parameter, mesh)
     start = mesh.grid.index(mesh.rank, plan.table.dims[0]) * table.shape[0]
     return _in_order(reduce(rows_of(table, ids, start, padding_idx), plan.rows, mesh), plan, mesh)
+
+
+def bound_look_up(
+    ids: Tensor, shard: Tensor, plan: LookupPlan, mesh: GridLike, size: int
+) -> Callable[..., Tensor] | None:
+    """Return `look_up` of few ids of one shape, without gradients: a function of ids and of this rank's shard.
+
+    Returns:
+        None where ids move, or where torch does not tell by itself, on every rank, that there is no such row.
+    """
+    is_whole = plan.table.num_splits(0) == 1 and shard.shape[0] == size and ids.device.type == "cpu"
+    if plan.gather.steps or plan.check or not is_whole or ids.dtype not in (torch.int64, torch.int32):
+        return None
+    late, steps = mesh.step.late, plan.rows.steps
+    way = way_of(F.embedding(ids, shard), steps, mesh, plan.name, "forward") if steps else None
+
+    def rows(ids: Tensor, shard: Tensor) -> Tensor:
+        late.enter()
+        try:
+            found = torch.embedding(shard, ids)
+        except IndexError:
+            return look_up(ids, shard, plan, mesh, size)  # which says where and what
+        return _in_order(found if way is None else way.carried(found), plan, mesh)
+
+    return rows
 
 
 def _in_order(rows: Tensor, plan: LookupPlan, mesh: GridLike) -> Tensor:
