@@ -133,7 +133,7 @@ def _fits(layer: StationaryLayer, passage: Passage) -> bool:
         rows == grid.nontrivial(frame.outside.dims[0])
         and axes == _in_axes(layer)[: len(axes)]
         and (passage.sections, passage.across, passage.width) == (1, 0, layer.width)
-        and 0 < passage.rows == math.prod(passage.lead) <= frame.whole_rows
+        and 0 < passage.rows == math.prod(passage.lead) <= (0 if frame.always_cuts else WHOLE_ROWS)
     )
 
 
