@@ -27,6 +27,7 @@ from ndtp.errors import LayoutError
 from ndtp.integrations.grid_rows import CalledModels, GivenGrid, data_axes, mesh_of, on_grid
 from ndtp.models.called import called_parts
 from ndtp.models.report import Report
+from ndtp.runtime.arrival import is_plain
 from ndtp.runtime.crew import crew_of
 from ndtp.runtime.grid_parts import full_of
 from ndtp.runtime.grid_tensor import GridTensor
@@ -50,7 +51,7 @@ class GridStrategy(_strategies.DDPStrategy):  # type: ignore[misc]
     """Each network of a LightningModule, in the place of DDP's copies, lies on one grid of all ranks.
 
     The networks are the outermost modules in the LightningModule that have a `forward` and parameters.  Each is split
-    by `ndtp.parallelize` when it is first called, unless `configure_model` has split one, and then none is split here.
+    by `ndtp.parallelize` when it is first called, unless `configure_model` has split it, or the LightningModule itself.
 
     Args:
         grid: "z=2,x=2,y=2", axis sizes, a Grid or a ProcessGrid.
@@ -107,26 +108,23 @@ class GridStrategy(_strategies.DDPStrategy):  # type: ignore[misc]
                     metric.distributed_available_fn = _never
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
-        before = {name: m for name, m in model.named_modules() if "ndtp_report" in vars(m)}
-        self._networks = before or self._split(model)
-        for network in self._networks.values():
-            self._called.watch(network)
-        return model
-
-    def _split(self, model: nn.Module) -> dict[str, nn.Module]:
-        names = {id(m): name for name, m in model.named_modules()}
-        parts = (part for child in model.children() for part in called_parts(child))
-        networks = {names[id(part)]: part for part in parts if next(part.parameters(), None) is not None}
-        within = {id(p) for network in networks.values() for p in network.parameters()}
         scheme, options = self._how
+        names = {id(m): name for name, m in model.named_modules()}
+        is_split = "ndtp_report" in vars(model)
+        parts = [model] if is_split else [part for child in model.children() for part in called_parts(child)]
+        networks = {names[id(part)]: part for part in parts if next(part.parameters(), None) is not None}
         options = {"strict": len(networks) == 1, **(options or {})}
-        for network in networks.values():
+        for name, network in networks.items():
             on_grid(network, self.mesh, scheme, options)
-        alone = {name: p for name, p in model.named_parameters() if id(p) not in within}
+            if name not in self._networks:
+                self._called.watch(network)
+        self._networks = networks
+        within = {id(p) for network in networks.values() for p in network.parameters()}
+        alone = {name: p for name, p in model.named_parameters() if id(p) not in within and is_plain(p)}
         if alone:
             self._alone = nn.ParameterDict({name.replace(".", "_"): p for name, p in alone.items()})
             on_grid(self._alone, self.mesh, scheme, {**options, "strict": False})
-        return networks
+        return model
 
     # ----------------------------------------------------------------------------------------------- rows of the ranks
 

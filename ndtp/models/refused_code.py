@@ -68,11 +68,17 @@ def refuse_wrapped(model: nn.Module) -> None:
 
 def refuse_layers_of_shards(model: nn.Module) -> None:
     """Refuse layers of `ndtp.nn`: they take this rank's shard, and a model that is split as a whole gives the whole.
+    And parts that were split by themselves, whose code and parameters are not the dense ones any more.
 
     Raises:
         LayoutError: names the first one.
     """
     for name, module in model.named_modules():
+        if name and "ndtp_report" in vars(module):
+            raise LayoutError(
+                f"parallelize: {name!r} is split already, by a parallelize of its own\n"
+                f"  fix: one parallelize, of {type(model).__name__} alone; or one of each of its parts instead"
+            )
         if isinstance(module, (Sharded, BlockModule)) and not isinstance(module, (Adopted, BoundaryLinear)):
             where, kind = repr(name) if name else "the model", type(module).__name__
             raise LayoutError(

@@ -14,6 +14,7 @@ pytest.importorskip("lightning")
 import lightning
 from torchmetrics import SumMetric
 
+import ndtp
 from ndtp.errors import CommunicationError, LayoutError
 from ndtp.integrations import GridStrategy
 
@@ -53,6 +54,15 @@ class Autoencoder(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
+class SplitItself(Autoencoder):
+    """One network is split by the module, the other one and the parameter by the strategy."""
+
+    def configure_model(self):
+        if self.trainer.world_size > 1:
+            mesh = self.trainer.strategy.mesh
+            ndtp.parallelize(self.encoder, mesh, scheme="1d", example=torch.zeros(2, FEATURES))
+
+
 class Adversaries(lightning.LightningModule):
     """Two networks with an optimizer each, which the module steps itself."""
 
@@ -83,7 +93,7 @@ def trained(folder, kind=Autoencoder, strategy=None, *, steps=4, batch=4, resume
     """What a module has seen in some steps, and its loss on other rows."""
     module, devices = kind(), 1 if strategy is None else 2
     lightning.seed_everything(1, verbose=False)  # as strategies of several processes do once more
-    clip = {"gradient_clip_val": 0.1} if kind is Autoencoder else {}
+    clip = {"gradient_clip_val": 0.1} if issubclass(kind, Autoencoder) else {}
     trainer = lightning.Trainer(
         accelerator="cpu", devices=devices, strategy=strategy or "auto", max_steps=steps, logger=False,
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
@@ -110,7 +120,8 @@ def on_two(folder):
         *found["x, two"], _, _ = trained(f"{folder}/two", Adversaries, GridStrategy("x=2"))
         options = {"batch": 2, "accumulate_grad_batches": 2, "max_epochs": 2}
         *found["ddp"], _, _ = trained(f"{folder}/ddp", strategy="ddp_find_unused_parameters_true", **options)
-        *found["dp"], _, trainer = trained(f"{folder}/dp", strategy=GridStrategy("dp=2"), **options)
+        *found["dp"], _, trainer = trained(f"{folder}/dp", SplitItself, GridStrategy("dp=2"), **options)
+        assert {p.device_mesh.size() for p in trainer.model.parameters()} == {2}
         rank = trainer.global_rank
         assert trainer.strategy.reduce_boolean_decision(rank == 0, all=False)
         assert not trainer.strategy.reduce_boolean_decision(rank == 0)

@@ -305,6 +305,11 @@ def test_errors():
         with pytest.raises(LayoutError, match=r"'1' is split already: an ndtp.nn.MLP takes .*\n  fix: .* to_dense\(\)"):
             ndtp.parallelize(mixed, mesh, **given)
     assert not any(isinstance(p, ndtp.nn.Linear) for p in mixed[:1]), "nothing was replaced before"
+    parts = nn.Sequential(ndtp.parallelize(transformer(), mesh), nn.Linear(4, 4))
+    with pytest.raises(
+        LayoutError, match=r"'0' is split already, by a .*\n  fix: one parallelize, of Sequential alone"
+    ):
+        ndtp.parallelize(parts, mesh)
     with pytest.raises(LayoutError, match="nothing was replaced"):  # of a model that was dense
         ndtp.parallelize(nn.Sequential(nn.Linear(4, 4)), mesh, keep=["0"])
     for lazy, name in ((nn.LazyLinear(4), "1.weight"), (nn.LazyBatchNorm1d(affine=False), "1.running_mean")):
