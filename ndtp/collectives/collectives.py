@@ -129,8 +129,8 @@ class Collectives:
         Args:
             out: as of `launch`, and it fits; an all-reduce may have the tensor itself.
         """
-        looks = self.recording.recorder is not None or self.recording.inspector is not None
-        if looks or self._has_own_launch or TURN.get() is not None or _profiler_enabled() or _modes_on():
+        looks = self.recording.recorder is not None or self.recording.inspector is not None or self._has_own_launch
+        if looks or TURN.get() is not None or _profiler_enabled() or _modes_on() or tensor._is_zerotensor():
             return self.launch(route, tensor, out).wait()  # type: ignore[no-any-return]
         borrowed: tuple[Tensor, ...] = ()
         try:
