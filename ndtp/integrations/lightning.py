@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def _package() -> str:
+def used_package() -> str:
     """Return which of Lightning's two packages the program uses, whose classes know nothing of each other's."""
     first, other = "lightning.pytorch", "pytorch_lightning"
     is_other = (other in sys.modules and first not in sys.modules) or find_spec("lightning") is None
     return other if is_other else first
 
 
-_strategies: Any = import_module(f"{_package()}.strategies")
+_strategies: Any = import_module(f"{used_package()}.strategies")
 
 
 class GridStrategy(_strategies.DDPStrategy):  # type: ignore[misc]
@@ -116,7 +116,7 @@ class GridStrategy(_strategies.DDPStrategy):  # type: ignore[misc]
         options = {"strict": len(networks) == 1, **(options or {})}
         for name, network in networks.items():
             on_grid(network, self.mesh, scheme, options)
-            if name not in self._networks:
+            if self._networks.get(name) is not network:
                 self._called.watch(network)
         self._networks = networks
         within = {id(p) for network in networks.values() for p in network.parameters()}

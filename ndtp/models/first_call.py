@@ -19,6 +19,7 @@ from torch import nn
 from ndtp.compute.traces import unrecorded
 from ndtp.errors import LayoutError, warn
 from ndtp.models.called import is_called
+from ndtp.models.compared_calls import calls_of
 from ndtp.models.held import Held
 from ndtp.models.made_classes import made_class
 from ndtp.models.not_replicated import NotReplicated
@@ -30,6 +31,7 @@ from ndtp.models.seen_by_ranks import seen_by_all
 from ndtp.runtime.arrival import is_plain, stored_shape
 from ndtp.runtime.default_group import OwnRows
 from ndtp.runtime.eagerly import WHY_EAGER, eagerly
+from ndtp.runtime.points import Point, compare_once
 
 WAITS = "the first call decides: no inputs are known with which the model runs; example= decides at once"
 
@@ -109,6 +111,18 @@ class FirstCall:
         if not self.is_told:
             self.is_told = True
             warn(f"ndtp: {said}\n  fix: {fix}")
+
+    def compare_part(self, part: nn.Module) -> None:
+        """Compare, before a call of a part splits the model, that all ranks call it.
+
+        Raises:
+            MismatchError: the others are elsewhere.
+        """
+        model, calls = self.split.model, calls_of(self.split.model)
+        if calls is not None and calls.is_on:
+            name = next(name for name, each in model.named_modules() if each is part)
+            what = f"call of '{name}' of {type(model).__name__}, which waits for its first call"
+            compare_once(self.split.mesh, Point(what, None))
 
     def settle(self, call: tuple[Any, Any] | None) -> None:
         """Split the model by what a call of it shows.
@@ -194,6 +208,7 @@ class PartForward:
     def __call__(self, *args: object, **kwargs: object) -> object:
         waiting = vars(self.model).get("ndtp_waiting")
         if waiting is not None and not is_somebodys(self.model) and not is_in_a_graph(self.model):
+            waiting.compare_part(self.part)
             waiting.settle(None)
         return type(self.part).forward(self.part, *args, **kwargs)
 

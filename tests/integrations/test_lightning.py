@@ -1,6 +1,7 @@
 """Lightning's Trainer with `GridStrategy` against Lightning's own on one process and with DDP."""
 
 import os
+import sys
 from functools import partial
 
 import pytest
@@ -17,6 +18,7 @@ from torchmetrics import SumMetric
 import ndtp
 from ndtp.errors import CommunicationError, LayoutError
 from ndtp.integrations import GridStrategy
+from ndtp.integrations.lightning import used_package
 
 FEATURES = 8
 
@@ -151,3 +153,13 @@ def test_lightning_trains_on_a_grid_as_on_one_process_and_as_its_ddp(ranks, tmp_
     for rank in found:
         near(rank["dp"][0], rank["ddp"][0])
         near(rank["dp"][1], rank["ddp"][1])
+
+
+@pytest.mark.parametrize(
+    ("loaded", "package"), [("lightning.pytorch", "lightning.pytorch"), ("pytorch_lightning",) * 2]
+)
+def test_the_strategy_is_of_the_package_that_the_program_uses(monkeypatch, loaded, package):
+    for name in ("lightning.pytorch", "pytorch_lightning"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, package, lightning)
+    assert used_package() == package

@@ -3,19 +3,17 @@ few calls of Python.
 """
 
 import copy
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from products import mesh_of
+from test_settled import calls_of
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import ndtp
 from ndtp import Grid
 from ndtp.measure.volume import fake_group
 
-HERE = str(Path(ndtp.__file__).parent)
 SIZES = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 8, "num_key_value_heads": 4}
 
 
@@ -96,23 +94,6 @@ def test_steps_are_the_dense_ones_whatever_changes(ranks, sizes, scheme):
     ranks(4).run(check_changes, Grid(sizes), scheme)
 
 
-def calls_of(run):
-    """How many functions of Python are called, and how many of these are ndtp's."""
-    count = [0, 0]
-
-    def look(frame, event, _):
-        if event == "call":
-            count[0] += 1
-            count[1] += frame.f_code.co_filename.startswith(HERE)
-
-    sys.setprofile(look)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return count
-
-
 @pytest.mark.cpu
 @pytest.mark.parametrize(
     ("sizes", "scheme", "most"),
@@ -131,5 +112,5 @@ def test_a_decode_step_calls_few_functions(sizes, scheme, most):
             cache, ids = DynamicCache(config=model.config), torch.arange(20).view(4, 5)
             for given in (ids, ids[:, :1], ids[:, :1]):
                 model(input_ids=given, past_key_values=cache)
-            found.append(calls_of(lambda: model(input_ids=ids[:, :1], past_key_values=cache))[1])  # noqa: B023
+            found.append(calls_of(lambda: model(input_ids=ids[:, :1], past_key_values=cache)))  # noqa: B023
     assert found[1] - found[0] <= most, found

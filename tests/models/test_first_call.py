@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from models_from_elsewhere import FusedAttention
 from products import mesh_of
@@ -257,3 +258,17 @@ def check_methods(grid):
 @pytest.mark.parametrize("grid", [Grid(x=2), Grid(dp=2)], ids=str)
 def test_methods_of_a_model_that_is_never_called_split_it(ranks, grid):
     ranks(2).run(check_methods, grid)
+
+
+def check_odd_part():
+    """A call of a part splits the model, so ranks that are elsewhere are named, instead of waiting for each other."""
+    torch.manual_seed(0)
+    model = ndtp.parallelize(ByMethod(), mesh_of(Grid(x=2)), scheme="1d")
+    is_first = dist.get_rank() == 0
+    part, features = (model.encoder, 8) if is_first else (model.encoder[2], 16)
+    with pytest.raises(MismatchError, match=r"rank 0 is at the call of 'encoder' of ByMethod, which waits"):
+        part(torch.ones(2, features))
+
+
+def test_another_part_on_one_rank_is_named(ranks):
+    ranks(2).run(check_odd_part)
