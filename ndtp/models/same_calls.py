@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Sequence
+from ctypes import string_at
 from functools import partial
 from itertools import count
 from operator import itemgetter
@@ -254,7 +255,8 @@ class SameCalls:
                 real.append((name, value))
             elif value.layout is torch.strided and not value.is_quantized:
                 if where == "cpu":
-                    of_rows.append(crc32(value.numpy().tobytes()))
+                    value = value if value.is_contiguous() else value.contiguous()
+                    of_rows.append(crc32(string_at(value.data_ptr(), value.nbytes) if value.nbytes else b""))
                 else:
                     seen: Any = hash_of(value)
                     self.late.append((Fact(f"input {name} of the last call: values", "", self._rows), seen))

@@ -10,9 +10,10 @@ import inspect
 import sys
 from collections.abc import Iterator
 from functools import cache
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
 from zlib import crc32
 
+import torch
 from torch import nn
 
 from ndtp.models.forward_code import function_below
@@ -54,11 +55,30 @@ def _version_of(name: str) -> str:
 
 
 def _wrappers(x: object) -> Iterator[str]:
-    """Yield names of what is wrapped around a `forward` that one module has by itself, such as an autocast."""
+    """Yield names of what is wrapped around a `forward` that one module has by itself, such as an autocast, each with
+    the dtypes that it casts to.
+    """
     x = getattr(x, "__func__", x)
     while (below := inspect.getattr_static(x, "__wrapped__", None)) is not None:
-        yield x.__qualname__ if isinstance(x, FunctionType) else type(x).__qualname__
+        owner = x if isinstance(x, FunctionType) else type(x)
+        cells = getattr(x, "__closure__", None)
+        held = getattr(x, "__dict__", {}).values() if cells is None else map(_content_of, cells)
+        yield " ".join([owner.__qualname__, *sorted(filter(None, map(_cast, held)))])
         x = below
+
+
+def _content_of(cell: CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not set yet
+        return None
+
+
+def _cast(value: object) -> str:
+    """Return the dtype that a value is or casts to, in words; no other setting of a wrapper must be all ranks'."""
+    if isinstance(value, torch.autocast):
+        return f"to {value.fast_dtype} on {value.device}" if value._enabled else "off"
+    return str(value) if isinstance(value, torch.dtype) else ""
 
 
 def _reached(kind: type, entry: object) -> Iterator[int]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from ctypes import string_at
-from itertools import islice
 from operator import attrgetter, is_not
 from struct import calcsize, unpack
 from typing import Any
@@ -47,8 +46,12 @@ class GradientChanges:
             grads = [*map(_grad, parameters)]
             versions = _versions(grads)
         self._grads, self._versions = grads, versions
-        probes = ((p, _numbers(grad)) for p, grad in zip(reversed(parameters), reversed(grads), strict=True))
-        self._probes = [*islice((probe for probe in probes if probe[1] is not None), 2)]
+        self._probes = []
+        for p, grad in zip(reversed(parameters), reversed(grads), strict=True):
+            if (numbers := _numbers(grad)) is not None:
+                self._probes.append((p, numbers))
+                if len(self._probes) == 2:
+                    break
 
     def before_step(self, parameters: Sequence[nn.Parameter]) -> None:
         before, self._grads = self._grads, []
@@ -56,7 +59,9 @@ class GradientChanges:
             now, versions = _seen(parameters)
             if versions != self._versions or any(map(is_not, now, before)):
                 self.changed = tuple(_changes(before, now, self._versions, versions))
-        factors = [_factor(first, then) for p, first in self._probes if (then := _numbers(p.grad)) is not None]
+        with torch._C.DisableTorchFunctionSubclass():
+            then = [_numbers(_held(p)) for p, _ in self._probes]
+        factors = [_factor(first, now) for (_, first), now in zip(self._probes, then, strict=True) if now is not None]
         if factors:
             self._factor = _common(factors)
         self._probes = []
@@ -100,9 +105,9 @@ def _numbers(grad: Any) -> Numbers | None:
     """The first numbers of a gradient on this rank: their bytes, which takes no operation of torch, where that can be;
     of an accelerator's without waiting for it.  None of one of which this rank has less than two.
     """
-    if grad is None or grad.layout is not torch.strided:
+    local: Any = getattr(grad, "_local_tensor", grad)  # of which attributes are read without torch's overrides
+    if local is None or local.layout is not torch.strided:
         return None
-    local: Any = getattr(grad, "_local_tensor", grad)
     dtype, count = local.dtype, local.numel()
     if count < 2 or dtype.is_complex:
         return None

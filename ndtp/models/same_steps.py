@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import count as count_up
-from operator import attrgetter, is_, is_not
+from operator import attrgetter, is_, is_not, itemgetter
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from ndtp.runtime.points import Point, compare_facts, compare_once
 from ndtp.runtime.versions import Versions
 from ndtp.runtime.writes import writes
 
-_trains, _wants = attrgetter("training"), attrgetter("requires_grad")
+_trains, _wants = itemgetter("training"), attrgetter("requires_grad")
 _grad: Any = vars(torch._C.TensorBase)["grad"].__get__
 _is_none = partial(is_, None)
 _ASKED = 2  # parameters whose gradient is asked for whether it was there before: `zero_grad` is called for all of them
@@ -40,7 +40,7 @@ class Parts:
     """A model's modules and parameters, in the order of its tree, and how they are at one moment.
 
     Attributes:
-        modules: all of them.
+        owns: the attributes of each module.
         hooked: for each of them, whether it has hooks.
         names: of the classes of modules, and of those on the grid with their seeds.
         named: a digest of `names`.
@@ -56,7 +56,7 @@ class Parts:
         written: how often others than optimizers have written to a parameter since, by its number.
     """
 
-    modules: list[nn.Module] = field(default_factory=list)
+    owns: list[dict[str, Any]] = field(default_factory=list)
     hooked: bytearray = field(default_factory=bytearray)
     names: list[Any] = field(default_factory=list)
     named: int = 0
@@ -127,7 +127,7 @@ class Steps:
             anew: whether to look which modules, hooks and parameters there are; else those of the last time are asked.
         """
         parts = self._parts
-        if anew or not parts.modules:
+        if anew or not parts.owns:
             parts = Parts()
             _walk(model, parts, is_root=True)
             parts.named = digest(parts.names)
@@ -139,7 +139,10 @@ class Steps:
         elif len(seen) != len(now):
             seen = now
         # By functions in C alone: it is done at every call, when nothing of it is in a cache of the processor.
-        parts.trains = bytes(map(_trains, parts.modules))
+        try:
+            parts.trains = bytes(map(_trains, parts.owns))
+        except KeyError:  # of TorchScript
+            parts.trains = bytes(module.training for module in model.modules())
         with torch._C.DisableTorchFunctionSubclass():  # as in `Versions.now`
             parts.wants = bytes(map(_wants, parameters))
             parts.lacks = bytes(map(_is_none, map(_grad, parameters)))
@@ -148,7 +151,7 @@ class Steps:
         if self._gradients:
             # What has gone does not come back: a later gradient may lie where it lay, on one rank and not on another.
             there = {i: before for i, before in self._gradients.items() if i < len(parameters) and not parts.lacks[i]}
-            parts.stale = tuple(i for i, before in there.items() if _state_of(parameters[i].grad) == before)
+            parts.stale = tuple(i for i, before in there.items() if _state_of(parameters[i]) == before)
             self._gradients = {i: there[i] for i in parts.stale}
         if now != seen:
             parts.written = parts.counts.changed(seen, now)
@@ -222,8 +225,8 @@ class Steps:
         apart = 1 if self._calls.thorough else max(1, len(parameters) // _ASKED)
         self._gradients = {}
         for i in range(0, len(parameters), apart):
-            if (grad := parameters[i].grad) is not None:
-                self._gradients[i] = _state_of(grad)
+            if (state := _state_of(parameters[i])) is not None:
+                self._gradients[i] = state
         if self._calls.thorough or self.taken == 1 or self.taken % self._calls.every == 0:
             self.note_weights()
 
@@ -331,7 +334,7 @@ def _changed(before: Sequence[Any], now: Sequence[Any]) -> tuple[int, ...]:
 
 def _walk(module: nn.Module, parts: Parts, is_root: bool = False) -> None:
     own = module.__dict__
-    parts.modules.append(module)
+    parts.owns.append(own)
     parts.hooked.append(not is_root and any(own[kind] for kind in OF_A_MODULE))
     is_sharded = isinstance(module, Sharded)
     parts.names.append((type(module).__name__, *(own.get(key) for key in ("name", "seed") if is_sharded)))
@@ -373,10 +376,14 @@ def _in_order(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
                 yield f"{prefix}.{key}" if prefix else key, p
 
 
-def _state_of(grad: Any) -> tuple[int, int, int]:
-    """Return what changes when other gradients come, or these are written to."""
-    local = getattr(grad, "_local_tensor", grad)
-    return id(grad), grad._version + local._version, 0 if local.is_sparse else local.data_ptr()
+def _state_of(parameter: nn.Parameter) -> tuple[int, int, int] | None:
+    """Return what changes when other gradients come, or these are written to; None without any."""
+    with torch._C.DisableTorchFunctionSubclass():
+        grad: Any = _grad(parameter)
+        if grad is None:
+            return None
+        local = getattr(grad, "_local_tensor", grad)
+        return id(grad), grad._version + local._version, 0 if local.is_sparse else local.data_ptr()
 
 
 def _split_over(parameter: Tensor, every: Sequence[str]) -> tuple[str, ...]:

@@ -56,13 +56,15 @@ def reads_since(mesh: Any, axes: Collection[str]) -> list[tuple[int, str]]:
     Args:
         axes: those over which a tensor must be split, or ranks may read it that others leave alone.
     """
-    own, found = _READS.get(caller()) if _READS else None, list[tuple[int, str]]()
-    if not own:
+    found = list[tuple[int, str]]()
+    if not _READS or not (own := _READS.get(me := caller())):
         return found
     for key in [key for key in own if key[0] == hash(mesh)]:
         reads = own.pop(key)
         if {*axes} <= {*key[1]}:
             found += list(enumerate(reads.last, reads.count - len(reads.last) + 1))
+    if not own:
+        del _READS[me]  # most calls find that nobody has read anything
     return found
 
 

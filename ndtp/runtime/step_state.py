@@ -113,9 +113,10 @@ class StepState:
                 what computed the weights waits for them.
             node: of autograd, for what code has read, and may compute with or not.
         """
-        if self.uses is not None and torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
+        uses = self.uses
+        if uses is not None and torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
             own = names if of_parameters else [COMPUTED + name for name in names]
-            self.uses += own if node is None else [ReadWeight(name, ref(node)) for name in own]
+            uses += own if node is None else [ReadWeight(name, ref(node)) for name in own]
 
     def end_call(self) -> None:
         """Note that a call of a model has ended, which used some weights.

@@ -85,6 +85,17 @@ def test_other_code_has_another_hash(patch, monkeypatch):
     assert code_of(model) != before
 
 
+def test_casts_of_a_wrapper_are_told():
+    model = Block()
+    model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+    before = code_of(model)
+    assert before["code around Block"].endswith("to torch.bfloat16 on cpu")
+    model.forward = torch.autocast("cpu", torch.float16)(Block.forward.__get__(model))
+    assert code_of(model) != before
+    model.forward = torch.autocast("cpu", torch.bfloat16, enabled=False)(Block.forward.__get__(model))
+    assert code_of(model)["code around Block"].endswith("off")
+
+
 def test_versions_come_first():
     found = code_of(Block())
     assert found["version of torch"] == torch.__version__ and found["version of ndtp"] == ndtp.__version__
