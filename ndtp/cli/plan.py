@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -243,7 +244,7 @@ def _table(plans: GridPlans, top: int) -> Table:
     return table
 
 
-def _say_best(out: Any, best: GridPlan, whole: bool, savings: list[dict[str, object]]) -> None:
+def _say_best(out: Any, best: GridPlan, whole: bool, savings: Sequence[Mapping[str, Any]]) -> None:
     from ndtp.planner.request import GIB
 
     out.print(best.why, highlight=False)
@@ -277,7 +278,7 @@ def _say_best(out: Any, best: GridPlan, whole: bool, savings: list[dict[str, obj
     out.print(f"  block = {call}", highlight=False, soft_wrap=True)
 
 
-def _say_savings(out: Any, savings: list[dict[str, Any]]) -> None:
+def _say_savings(out: Any, savings: Sequence[Mapping[str, Any]]) -> None:
     """Say what this grid would receive, and how long a step would take, in each dtype of the wire."""
     first, *others = savings
     if first["volume_bytes"] and others:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from itertools import count as count_up
-from operator import attrgetter, is_, is_not, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from ndtp.errors import MismatchError
 from ndtp.models.replicas import brought_together, may_drift
 from ndtp.models.same_gradients import GradientChanges, told
 from ndtp.models.same_optimizers import OptimizerGroups, Settings
-from ndtp.nn.hooks import OF_A_MODULE
+from ndtp.models.same_parts import Numbered, Parts, numbers_of, walk
 from ndtp.nn.sharded import Sharded
 from ndtp.runtime.arrival import is_plain, local_of
 from ndtp.runtime.facts import Fact, Fingerprint, digest, hash_of_content, is_strided, projection_of
@@ -30,68 +29,6 @@ _trains, _wants = itemgetter("training"), attrgetter("requires_grad")
 _grad: Any = vars(torch._C.TensorBase)["grad"].__get__
 _is_none = partial(is_, None)
 _ASKED = 2  # parameters whose gradient is asked for whether it was there before: `zero_grad` is called for all of them
-
-# Who keeps numbers, under which names, and the numbers.
-Numbered = tuple[list[dict[str, Any]], list[str], list[Any]]
-
-
-@dataclass
-class Parts:
-    """A model's modules and parameters, in the order of its tree, and how they are at one moment.
-
-    Attributes:
-        owns: the attributes of each module.
-        hooked: for each of them, whether it has hooks.
-        names: of the classes of modules, and of those on the grid with their seeds.
-        named: a digest of `names`.
-        keepers, keys: of the numbers that modules were made with, such as the probability of a dropout.
-        numbers: these numbers.
-        changed: which of them have changed since ranks were compared last: a module may keep an average of what its own
-            rank sees.  None: ranks are compared for the first time, and the numbers are.
-        parameters: those that there are.
-        counts: of the changes of each parameter.
-        trains: for each module, whether it is in training.
-        wants, lacks: for each parameter, whether it wants a gradient, and whether it has none.
-        stale: the numbers of parameters whose gradient was there before the last step.
-        written: how often others than optimizers have written to a parameter since, by its number.
-    """
-
-    owns: list[dict[str, Any]] = field(default_factory=list)
-    hooked: bytearray = field(default_factory=bytearray)
-    names: list[Any] = field(default_factory=list)
-    named: int = 0
-    keepers: list[dict[str, Any]] = field(default_factory=list)
-    keys: list[str] = field(default_factory=list)
-    numbers: list[Any] = field(default_factory=list)
-    changed: tuple[int, ...] | None = None
-    parameters: list[nn.Parameter] = field(default_factory=list)
-    counts: Versions = field(default_factory=lambda: Versions(()))
-    trains: bytes = b""
-    wants: bytes = b""
-    lacks: bytes = b""
-    stale: tuple[int, ...] = ()
-    written: dict[int, int] = field(default_factory=dict)
-
-    def told(self, before: Numbered | None) -> tuple[object, ...]:
-        """Return what all ranks have alike of it.
-
-        Args:
-            before: the numbers that they had when they were compared last.
-        """
-        keepers, keys, then = before or (None, None, [])
-        self.changed = None
-        if keys == self.keys and not any(map(is_not, self.keepers, keepers or ())):
-            self.changed = _changed(then, self.numbers)
-        return (
-            self.named,
-            digest(self.numbers) if self.changed is None else self.changed,
-            self.trains,
-            bytes(self.hooked),
-            self.wants,
-            self.lacks,
-            self.stale,
-            self.written,
-        )
 
 
 class Steps:
@@ -129,7 +66,7 @@ class Steps:
         parts = self._parts
         if anew or not parts.owns:
             parts = Parts()
-            _walk(model, parts, is_root=True)
+            walk(model, parts, is_root=True)
             parts.named = digest(parts.names)
             parts.counts = Versions(parts.parameters, self._calls.thorough)
         parameters, now = parts.parameters, parts.counts.now()
@@ -325,51 +262,8 @@ def kept_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{key}" if prefix else key, x
 
 
-def _changed(before: Sequence[Any], now: Sequence[Any]) -> tuple[int, ...]:
-    """Return the places of the numbers that have changed."""
-    if now == before:
-        return ()
-    return tuple(i for i, (a, b) in enumerate(zip(before, now, strict=True)) if a is not b and a != b)
-
-
-def _walk(module: nn.Module, parts: Parts, is_root: bool = False) -> None:
-    own = module.__dict__
-    parts.owns.append(own)
-    parts.hooked.append(not is_root and any(own[kind] for kind in OF_A_MODULE))
-    is_sharded = isinstance(module, Sharded)
-    parts.names.append((type(module).__name__, *(own.get(key) for key in ("name", "seed") if is_sharded)))
-    for name in numbers_of(module):
-        parts.keepers.append(own)
-        parts.keys.append(name)
-    parts.parameters += [p for p in own["_parameters"].values() if isinstance(p, nn.Parameter)]
-    for child in own["_modules"].values():
-        if child is not None:
-            _walk(child, parts)
-
-
-def numbers_of(module: nn.Module) -> dict[str, float]:
-    """Return the real numbers that a module keeps under the names of its constructor's arguments: the probability of a
-    dropout, the epsilon of a norm.
-    """
-    kind: Any = type(module)
-    own = vars(module)
-    return {name: own[name] for name in _arguments_of(kind) if isinstance(own.get(name), float)}
-
-
-@cache
-def _arguments_of(kind: Any) -> tuple[str, ...]:
-    """Names of the arguments of the constructors of a class and of its bases."""
-    codes = (vars(each)["__init__"].__code__ for each in kind.__mro__ if _is_made_by_code(each))
-    names = (name for code in codes for name in code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount])
-    return tuple(dict.fromkeys(names))
-
-
-def _is_made_by_code(kind: type) -> bool:
-    return issubclass(kind, nn.Module) and hasattr(vars(kind).get("__init__"), "__code__")
-
-
 def _in_order(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters by names, in the order of `_walk`."""
+    """Parameters by names, in the order of `walk`."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         for key, p in module._parameters.items():
             if isinstance(p, nn.Parameter):  # or it was computed, for this call

@@ -15,13 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from ndtp.algebra.volume import lower_bound
 from ndtp.algebra.wire import Wire
-from ndtp.planner.grids import AXES, EXPERT_AXES, FOLDED, Grids
+from ndtp.planner.grids import AXES, EXPERT_AXES, FOLDED, Grids, PerGrid
 from ndtp.planner.transfers import Transfer
 
 __all__ = ["AXES", "EXPERT_AXES", "Block", "Grids", "divides", "gemms", "memory", "messages", "num_bytes", "volume"]
@@ -128,7 +127,7 @@ class Block:
         return self.hidden * ((sum(self.outs) + self.inner) * (self.experts or 1) + self.table + self.experts)
 
 
-def divides(block: Block, g: Grids, pad: bool) -> Any:
+def divides(block: Block, g: Grids, pad: bool) -> PerGrid:
     """Return, for each grid, whether a block fits on it.
 
     Heads and experts are never padded; sizes are padded where `pad` says so.
@@ -151,13 +150,13 @@ def divides(block: Block, g: Grids, pad: bool) -> Any:
 class Sizes:
     """Sizes of a block's tensors, padded to what each grid divides; `up` is the width of the first product."""
 
-    tokens: Any
-    hidden: Any
-    inner: Any
-    up: Any
+    tokens: PerGrid
+    hidden: PerGrid
+    inner: PerGrid
+    up: PerGrid
 
 
-def row_multiple(g: Grids) -> Any:
+def row_multiple(g: Grids) -> PerGrid:
     """Return the multiple of rows that every split of the rows divides."""
     # numpy would make 64 bits of Python's integers, which what is multiplied by this may outgrow.
     lcm = math.lcm(g.x, g.y) if isinstance(g.x, int) else np.lcm(g.x, g.y)
@@ -167,7 +166,7 @@ def row_multiple(g: Grids) -> Any:
 def padded(block: Block, g: Grids) -> Sizes:
     """Rows are split by dp z y outside and dp z x inside of the block, features by x z and y z (in the weights)."""
 
-    def to(size: int, multiple: Any) -> Any:
+    def to(size: int, multiple: PerGrid) -> PerGrid:
         return -(-size // multiple) * multiple
 
     i, rows = g.inside(block.experts), row_multiple(g)
@@ -229,7 +228,7 @@ def messages(block: Block, g: Grids, regather_a: object = 0, regather_b: object 
         yield from _returned(block, g, s)
 
 
-def all_reduced(elements: Any, ranks: Any) -> object:
+def all_reduced(elements: PerGrid, ranks: PerGrid) -> object:
     """Return what a rank receives of an all-reduce: twice all parts but its own."""
     return 2 * (ranks - 1) * -(-elements // ranks)
 
@@ -281,24 +280,24 @@ def _returned(block: Block, g: Grids, s: Sizes) -> Iterator[Transfer]:
     yield Transfer("wgrad", "up dB", "all_reduce", "rows", all_reduced(router, g.ranks // i.x), "wide")
 
 
-def _of_others(elements: Any, ranks: Any) -> object:
+def _of_others(elements: PerGrid, ranks: PerGrid) -> object:
     """Return what a rank receives of elements that are spread evenly over all ranks."""
     return elements // ranks * (ranks - 1)
 
 
-def volume(block: Block, g: Grids, regather_a: object = 0, regather_b: object = 0) -> Any:
+def volume(block: Block, g: Grids, regather_a: object = 0, regather_b: object = 0) -> PerGrid:
     """Elements received per rank in a training step, by one of its repetitions."""
     return sum(message.elements for message in messages(block, g, regather_a, regather_b))
 
 
 def num_bytes(
     block: Block, g: Grids, itemsize: int, regather_a: object = 0, regather_b: object = 0, wire: Wire | None = None
-) -> Any:
+) -> PerGrid:
     """Return the volume of a block in bytes."""
     return sum(message.num_bytes(itemsize, wire) for message in messages(block, g, regather_a, regather_b))
 
 
-def gemms(block: Block, g: Grids) -> tuple[tuple[Any, Any, Any], ...]:
+def gemms(block: Block, g: Grids) -> tuple[tuple[PerGrid, PerGrid, PerGrid], ...]:
     """(m, n, k) of a rank's forward products, of each of its experts; dgrad and wgrad permute them."""
     s, i = padded(block, g), g.inside(block.experts)
     rows = -(-s.tokens * block.top_k // ((block.experts or 1) * i.dp * i.z))
@@ -328,19 +327,19 @@ OPTIMIZERS = {"none": (0, 0), "sgd": (0, 4), "momentum": (4, 8), "adamw": (8, 12
 class BlockMemory:
     """Bytes per rank of a training step."""
 
-    weights: Any
-    gradients: Any
-    optimizer: Any
-    activations: Any
-    working: Any
+    weights: PerGrid
+    gradients: PerGrid
+    optimizer: PerGrid
+    activations: PerGrid
+    working: PerGrid
 
     @property
-    def total(self) -> Any:
+    def total(self) -> PerGrid:
         return self.weights + self.gradients + self.optimizer + self.activations + self.working
 
 
 def memory(
-    block: Block, g: Grids, itemsize: int, optimizer: str = "adamw", regather_a: Any = 0, regather_b: Any = 0
+    block: Block, g: Grids, itemsize: int, optimizer: str = "adamw", regather_a: PerGrid = 0, regather_b: PerGrid = 0
 ) -> BlockMemory:
     """Return the memory that one block keeps from forward to backward, and its largest operands of a moment.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -12,6 +12,8 @@ from ndtp.algebra.grid import Grid, divisors
 
 AXES = ("dp", "z", "x", "y")
 EXPERT_AXES = ("dp", "e", "z", "x", "y")  # where there are experts: e splits them, and others' rows as dp does
+# An integer or a float, or a numpy array that has one for each of many grids.
+PerGrid: TypeAlias = Any
 FOLDED = {"z": 0, "x": 1, "y": 2}  # the bit of `Grids.fold`
 
 
@@ -24,15 +26,15 @@ class Grids:
         fold: which of z, x and y split experts, too: bits by `FOLDED`.
     """
 
-    dp: Any
-    z: Any
-    x: Any
-    y: Any
-    e: Any = 1
-    fold: Any = 0
+    dp: PerGrid
+    z: PerGrid
+    x: PerGrid
+    y: PerGrid
+    e: PerGrid = 1
+    fold: PerGrid = 0
 
     @property
-    def ranks(self) -> Any:
+    def ranks(self) -> PerGrid:
         return self.dp * self.e * self.z * self.x * self.y
 
     @property
@@ -49,18 +51,18 @@ class Grids:
             return Grids(self.dp * self.e, self.z, self.x, self.y)
         return Grids(self.dp, *(self._part(axis, 0) for axis in FOLDED))
 
-    def over(self, experts: int) -> Any:
+    def over(self, experts: int) -> PerGrid:
         """The ranks along the axes of experts."""
         if not experts:
             return 1
         return self.e * self._part("z", 1) * self._part("x", 1) * self._part("y", 1)
 
-    def _part(self, axis: str, folded: int) -> Any:
+    def _part(self, axis: str, folded: int) -> PerGrid:
         """The size of an axis where its bit is this, else 1."""
         is_it = (self.fold >> FOLDED[axis] & 1) == folded
         return 1 + (getattr(self, axis) - 1) * is_it
 
-    def splits(self, name: str) -> dict[str, Any]:
+    def splits(self, name: str) -> dict[str, PerGrid]:
         """Return, for a set of axes, the size of each axis in it, and 1 for the others; an axis is a set of itself."""
         if name in EXPERT_AXES:
             return {name: getattr(self, name)}
@@ -94,7 +96,7 @@ class Grids:
             ]
         return cls(*np.array(sizes, dtype=np.int64).T)
 
-    def _each(self, change: Callable[[Any], object]) -> Grids:
+    def _each(self, change: Callable[[PerGrid], object]) -> Grids:
         return Grids(*(each if isinstance(each, int) else change(each) for each in astuple(self)))
 
     def take(self, index: object) -> Grids:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -22,7 +21,7 @@ from ndtp.planner import block_cost
 from ndtp.planner.block_cost import Block, Grids
 from ndtp.planner.grid_plan import GridPlan
 from ndtp.planner.grid_plans import GridPlans
-from ndtp.planner.grids import FOLDED, grids_of
+from ndtp.planner.grids import FOLDED, PerGrid, grids_of
 from ndtp.planner.hardware import Hardware
 from ndtp.planner.refusals import explain_none
 from ndtp.planner.request import GIB, Request, check_arguments
@@ -128,7 +127,7 @@ def mlp_or_experts(
     return [Block.moe(tokens, hidden, ffn, experts, top_k, gated), *beside]
 
 
-def untied(seconds: Any, least: Any) -> Any:
+def untied(seconds: PerGrid, least: PerGrid) -> PerGrid:
     """Nothing for steps that are tied with the fastest one, for others what they take."""
     return np.where(seconds <= least * (1 + TIE), 0.0, seconds)
 
@@ -138,13 +137,13 @@ class Candidates:
     """Everything that is known of the grids that a request allows, as arrays."""
 
     g: Grids
-    order: Any
-    regather: Any
-    volume: Any
-    memory: Any
+    order: PerGrid
+    regather: PerGrid
+    volume: PerGrid
+    memory: PerGrid
     time: Time
 
-    def ranked(self, objective: str) -> Any:
+    def ranked(self, objective: str) -> PerGrid:
         """Indices, best first."""
         time, folded = self.time.total, []
         if not isinstance(self.g.fold, int):  # many are as fast to the last bits: the plainest of them comes first
@@ -211,7 +210,7 @@ def _costs(request: Request, g: Grids, regather: Sequence[str]) -> tuple[object,
     return volume * request.layers, kept + np.maximum.reduce([part.working for part in parts])
 
 
-def _with_regather(request: Request, g: Grids) -> tuple[Any, Any, Any]:
+def _with_regather(request: Request, g: Grids) -> tuple[PerGrid, PerGrid, PerGrid]:
     """Return, for each grid, the first index into REGATHERS that fits into memory, or the one that needs the least."""
     volumes, memories = (np.stack(rows) for rows in zip(*(_costs(request, g, r) for r in REGATHERS), strict=True))
     least = memories.argmin(0)  # of equals the first, which moves the least
@@ -227,7 +226,7 @@ def _with_regather(request: Request, g: Grids) -> tuple[Any, Any, Any]:
     return variant, volumes[variant, each], memories[variant, each]
 
 
-def _fastest_order(request: Request, g: Grids, variant: object) -> tuple[Any, Time]:
+def _fastest_order(request: Request, g: Grids, variant: object) -> tuple[PerGrid, Time]:
     """Return, for each grid, the index into ORDERS of its fastest order (-1: none is allowed), and its time."""
     work = _work(request, g, regather_a=_mask("a", variant), regather_b=_mask("b", variant))
     lies = g.bounded()
@@ -251,19 +250,19 @@ def orders_of(request: Request) -> tuple[tuple[str, ...], ...]:
     return EXPERT_ORDERS if request.has_experts else ORDERS
 
 
-def _mask(operand: str, variant: Any) -> object:
+def _mask(operand: str, variant: PerGrid) -> object:
     return np.array([operand in regather for regather in REGATHERS], dtype=np.int64)[variant]
 
 
-def _parts(time: Time) -> tuple[Any, Any, Any, Any]:
+def _parts(time: Time) -> tuple[PerGrid, PerGrid, PerGrid, PerGrid]:
     return time.total, time.gemm, time.elementwise, time.communication
 
 
-def _select(mask: Any, one: Time, other: Time) -> Time:
+def _select(mask: PerGrid, one: Time, other: Time) -> Time:
     return Time(*(np.where(mask, a, b) for a, b in zip(_parts(one), _parts(other), strict=True)))
 
 
-def _take_time(time: Time, index: Any) -> Time:
+def _take_time(time: Time, index: PerGrid) -> Time:
     return Time(*(part[index] for part in _parts(time)))
 
 
@@ -309,7 +308,7 @@ def _work(request: Request, g: Grids, **again: object) -> BlockWork:
     )  # fmt: skip
 
 
-def wire_savings(plan: GridPlan) -> list[dict[str, Any]]:
+def wire_savings(plan: GridPlan) -> list[dict[str, float | int | str | None]]:
     """Return what a step on a plan's grid receives and takes as it computes, and in each dtype that has fewer bytes."""
     found, g = [], grids_of(plan.grid, plan.expert_axis or ())
     for name in (None, *WIRES):
@@ -325,7 +324,7 @@ def wire_savings(plan: GridPlan) -> list[dict[str, Any]]:
     return found
 
 
-def weigh(request: Request, g: Grids, order: Sequence[str]) -> tuple[Any, Any, Any]:
+def weigh(request: Request, g: Grids, order: Sequence[str]) -> tuple[PerGrid, PerGrid, PerGrid]:
     """Return each grid's seconds of a step, and its memory and volume in bytes, with its axes in this order on the
     ranks.
     """

@@ -10,13 +10,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, permutations
-from typing import Any
 
 import numpy as np
 
 from ndtp.algebra.wire import KINDS, Wire
 from ndtp.dtypes import SIZES
 from ndtp.planner.block_cost import AXES, EXPERT_AXES, Block, Grids, gemms, messages, padded
+from ndtp.planner.grids import PerGrid
 from ndtp.planner.hardware import DTYPE_BYTES, Hardware
 from ndtp.schedule.clocks import LaneSpan, Messages, TimedProduct, step_seconds
 from ndtp.schedule.host import HostLane
@@ -32,7 +32,7 @@ ORDERS = tuple(permutations(AXES))
 EXPERT_ORDERS = tuple(permutations(EXPERT_AXES))
 
 
-def strides(g: Grids, order: Sequence[str]) -> dict[str, Any]:
+def strides(g: Grids, order: Sequence[str]) -> dict[str, PerGrid]:
     """Axis -> the distance in ranks of two neighbours on it."""
     stride = np.ones_like(np.asarray(g.ranks))
     found = {}
@@ -46,11 +46,11 @@ def strides(g: Grids, order: Sequence[str]) -> dict[str, Any]:
 class Reach:
     """The place of an axis's group on the nodes: its members on one node, and the number of nodes that it spans."""
 
-    local: Any
-    nodes: Any
+    local: PerGrid
+    nodes: PerGrid
 
     @classmethod
-    def of(cls, size: Any, stride: Any, ranks: Any, per_node: int) -> Reach:
+    def of(cls, size: PerGrid, stride: PerGrid, ranks: PerGrid, per_node: int) -> Reach:
         """Return the reach of an axis.
 
         Where groups straddle node boundaries unevenly, the worst group counts.
@@ -63,7 +63,7 @@ class Reach:
         return cls(local, -(-size // local))
 
 
-def cost_of(hardware: Hardware, collective: str, size: Any, reach: Reach) -> tuple[Any, Any]:
+def cost_of(hardware: Hardware, collective: str, size: PerGrid, reach: Reach) -> tuple[PerGrid, PerGrid]:
     """Seconds per byte received, and seconds of latency, of a collective over groups of a size.
 
     Across nodes the members on one node share the traffic between nodes over all of their links.
@@ -90,7 +90,7 @@ class Network:
     g: Grids
     hardware: Hardware
     reach: dict[str, Reach]
-    sizes: dict[str, Any] = field(default_factory=dict, repr=False)
+    sizes: dict[str, PerGrid] = field(default_factory=dict, repr=False)
     costs: dict[tuple[str, str], tuple[object, object]] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -109,24 +109,24 @@ class Network:
             self.reach[axis] = Reach(local, nodes)
         return self.reach[axis]
 
-    def size(self, axis: str) -> Any:
+    def size(self, axis: str) -> PerGrid:
         if axis not in self.sizes:
             self.sizes[axis] = math.prod(self.g.splits(axis).values())
         return self.sizes[axis]
 
-    def cost(self, collective: str, axis: str) -> tuple[Any, Any]:
+    def cost(self, collective: str, axis: str) -> tuple[PerGrid, PerGrid]:
         """`cost_of` a collective over an axis."""
         key = (collective, axis)
         if key not in self.costs:
             self.costs[key] = cost_of(self.hardware, collective, self.size(axis), self.reach_of(axis))
         return self.costs[key]
 
-    def seconds(self, collective: str, axis: str, received: Any) -> Any:
+    def seconds(self, collective: str, axis: str, received: PerGrid) -> PerGrid:
         """A collective in which every rank receives that many bytes; none at all for no bytes."""
         per_byte, latency = self.cost(collective, axis)
         return received * per_byte + (np.asarray(received) > 0) * latency
 
-    def occupied(self, collective: str, axis: str, received: object) -> Any:
+    def occupied(self, collective: str, axis: str, received: object) -> PerGrid:
         """Return the seconds until the link is free.
 
         A profile does not say which part of a latency overlaps with other bytes.
@@ -141,16 +141,16 @@ class Network:
         """Nothing: streams start them."""
         return 0.0
 
-    def crosses(self, axis: str) -> Any:
+    def crosses(self, axis: str) -> PerGrid:
         """Return whether the groups of an axis leave their node."""
         return self.reach_of(axis).nodes > 1
 
-    def inside_node(self, axes: Sequence[str]) -> Any:
+    def inside_node(self, axes: Sequence[str]) -> PerGrid:
         """Return whether every group of these axes lies on one node."""
         return np.logical_and.reduce([self.reach[axis].nodes == 1 for axis in axes])
 
 
-def gemm_seconds(hardware: Hardware, m: Any, n: Any, k: Any, dtype: str, count: object = 1.0) -> Any:
+def gemm_seconds(hardware: Hardware, m: PerGrid, n: PerGrid, k: PerGrid, dtype: str, count: object = 1.0) -> PerGrid:
     """Local products: the roof of their arithmetic, less where dims are short, and of the memory they touch."""
     m, n, k = _real(m), _real(n), _real(k)
     half = hardware.half(dtype)
@@ -159,7 +159,7 @@ def gemm_seconds(hardware: Hardware, m: Any, n: Any, k: Any, dtype: str, count: 
     return np.maximum(2.0 * m * n * k / rate, touched) * count + hardware.launch_us * 1e-6
 
 
-def _real(x: object) -> Any:
+def _real(x: object) -> PerGrid:
     """Return x as floats.
 
     Products of sizes may leave 64 bits, and times need no more precision than floats hold.
@@ -171,13 +171,13 @@ def _real(x: object) -> Any:
 class Time:
     """Seconds of a step: of the `total`, `gemm` multiplies, `elementwise` activates and adds up, `exposed` waits."""
 
-    total: Any
-    gemm: Any
-    elementwise: Any
-    communication: Any
+    total: PerGrid
+    gemm: PerGrid
+    elementwise: PerGrid
+    communication: PerGrid
 
     @property
-    def exposed(self) -> Any:
+    def exposed(self) -> PerGrid:
         return np.maximum(0.0, self.total - self.gemm - self.elementwise)
 
 
@@ -206,8 +206,8 @@ class BlockWork:
         *,
         layers: int = 1,
         chunks: int = 1,
-        regather_a: Any = 0,
-        regather_b: Any = 0,
+        regather_a: PerGrid = 0,
+        regather_b: PerGrid = 0,
         wire: Wire | None = None,
         captured: bool = True,
     ) -> BlockWork:
@@ -232,8 +232,8 @@ class BlockWork:
 
     def time(self, network: Network) -> Time:
         """Forward and backward of all layers.  From the second layer on each adds what the second one adds."""
-        total: Any = 0.0
-        communication: Any = 0.0
+        total: PerGrid = 0.0
+        communication: PerGrid = 0.0
         gemm: object = 0.0
         elementwise: object = 0.0
         for times, products in self.segments:
@@ -276,7 +276,8 @@ def _products(
         entry = (message.collective, message.axis, _real(message.num_bytes(SIZES[dtype], wire)))
         moved[name][message.phase, tensor].append(entry)
     s, i = padded(block, g), g.inside(block.experts)
-    count: Any = _real(block.experts) / _real(g.over(block.experts)) if block.experts else 1.0  # of products one by one
+    # Of products one by one.
+    count: PerGrid = _real(block.experts) / _real(g.over(block.experts)) if block.experts else 1.0
     rows = _real(s.tokens) * block.top_k / _real(g.ranks)
     # Forward reads what enters the activation and writes what leaves it; nothing follows the second product, but that
     # rows from experts are put in order and added up.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from ndtp.algebra.wire import KINDS, SCALE_BYTES, Wire
+from ndtp.planner.grids import PerGrid
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class Transfer:
     tensor: str
     collective: str
     axis: str
-    elements: Any
+    elements: PerGrid
     kind: str = ""
-    row: Any = 0
+    row: PerGrid = 0
 
-    def num_bytes(self, itemsize: int, wire: Wire | None = None) -> Any:
+    def num_bytes(self, itemsize: int, wire: Wire | None = None) -> PerGrid:
         """Return the bytes that a rank receives, scales included.
 
         Args:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from ndtp.planner.block_cost import Block, gemms
+from ndtp.planner.grids import PerGrid
 from ndtp.planner.hardware import Hardware
 from ndtp.planner.time_model import gemm_seconds
 from ndtp.planner.training.practice import Practice
@@ -47,8 +47,8 @@ HALF_HEAD = 32.0
 class Both:
     """Seconds of forward and of backward."""
 
-    forward: Any
-    backward: Any
+    forward: PerGrid
+    backward: PerGrid
 
     def __add__(self, other: Both) -> Both:
         return Both(self.forward + other.forward, self.backward + other.backward)
@@ -57,7 +57,7 @@ class Both:
         return Both(self.forward * count, self.backward * count)
 
     @property
-    def total(self) -> Any:
+    def total(self) -> PerGrid:
         return self.forward + self.backward
 
 
@@ -99,15 +99,15 @@ class Arithmetic:
     hardware: Hardware
     practice: Practice
     splits: Splits
-    micros: Any = 1
+    micros: PerGrid = 1
 
     @property
-    def tokens(self) -> Any:
+    def tokens(self) -> PerGrid:
         """Rows of a micro-batch over all ranks of a stage."""
         return self.splits.micro * self.model.sequence * self.splits.shares
 
     @property
-    def rows(self) -> Any:
+    def rows(self) -> PerGrid:
         """Rows of a micro-batch that the ranks along x and y work on together."""
         return self.splits.micro * self.model.sequence / self.splits.cp
 
@@ -126,12 +126,12 @@ class Arithmetic:
         moved = self._bytes((LOSS[0] * logits * fused, LOSS[1] * logits * fused), (8.0 * outside, 8.0 * outside))
         return Compute(self._products(m.ends(self.tokens), wide), moved=moved)
 
-    def optimizer(self, parameters: Any) -> Any:
+    def optimizer(self, parameters: PerGrid) -> PerGrid:
         """Seconds of a step of AdamW on so many parameters of a rank."""
         return OPTIMIZER * parameters / (self.hardware.memory_gbs * 1e9)
 
     def _products(self, block: Block, dtype: str) -> Both:
-        count: Any = 1.0
+        count: PerGrid = 1.0
         if block.experts:  # one by one, and the fullest rank is waited for
             count = block.experts / self.splits.grids.over(block.experts)
         seconds = sum(gemm_seconds(self.hardware, m, n, k, dtype, count) for m, n, k in gemms(block, self.splits.grids))
@@ -139,7 +139,7 @@ class Arithmetic:
             seconds = seconds * self.practice.imbalance
         return Both(seconds, 2 * seconds)
 
-    def _outside(self) -> Any:
+    def _outside(self) -> PerGrid:
         """Rows of hidden features that a rank has between blocks."""
         s = self.splits
         if self.practice.sequence_parallel:
@@ -180,7 +180,7 @@ class Arithmetic:
         """Return the bytes of an activation over the two for which the constants of this module stand."""
         return {"float32": 2.0, "float64": 4.0}.get(self.practice.dtype, 1.0)
 
-    def _bytes(self, *parts: Sequence[Any]) -> Both:
+    def _bytes(self, *parts: Sequence[PerGrid]) -> Both:
         rate = self.hardware.memory_gbs * 1e9
         return Both(sum(part[0] for part in parts) / rate, sum(part[1] for part in parts) / rate)
 
@@ -196,7 +196,7 @@ class Arithmetic:
         seconds = flops / (self.hardware.attention_rate(self.practice.attention, wide) * reached)
         return Both(seconds, FLASH_BACKWARD * seconds)
 
-    def _written_core(self, rows: Any) -> Both:
+    def _written_core(self, rows: PerGrid) -> Both:
         m, hardware = self.model, self.hardware
         dtype = "bfloat16" if self.practice.dtype == "float8" else self.practice.dtype
         heads = rows / m.sequence  # a product each

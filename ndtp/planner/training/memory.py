@@ -8,10 +8,10 @@ was gathered.  Of stages, the first one holds the most micro-batches at a time.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from ndtp.planner.grids import PerGrid
 from ndtp.planner.training.practice import Practice
 from ndtp.planner.training.splits import Splits
 from ndtp.planner.training.transformer import Transformer
@@ -33,15 +33,15 @@ class StepMemory:
         stays: whether gradients are there before backward begins: they are summed over micro-batches, or have a buffer.
     """
 
-    weights: Any
-    gradients: Any
-    optimizer: Any
-    activations: Any
-    buffers: Any
-    stays: Any = True
+    weights: PerGrid
+    gradients: PerGrid
+    optimizer: PerGrid
+    activations: PerGrid
+    buffers: PerGrid
+    stays: PerGrid = True
 
     @property
-    def total(self) -> Any:
+    def total(self) -> PerGrid:
         """The memory at the worst moment, since gradients of backward take the place of activations that it frees."""
         passing = self.activations + self.buffers
         worst = np.where(self.stays, self.gradients + passing, np.maximum(self.gradients, passing))
@@ -52,9 +52,9 @@ class StepMemory:
         return {name: float(getattr(self, name)) for name in names}
 
 
-def held(model: Transformer, s: Splits) -> Any:
+def held(model: Transformer, s: Splits) -> PerGrid:
     """Parameters of the fullest stage, on a rank."""
-    found: Any = 0.0
+    found: PerGrid = 0.0
     for block in model.blocks(1):
         found = found + block.times * block.parameters / (s.e if block.experts else 1)
     both = model.ends(1).parameters
@@ -63,12 +63,12 @@ def held(model: Transformer, s: Splits) -> Any:
     return (found * deepest(model, s) / model.layers + ends) / (s.z * s.x * s.y) + norms / s.pp / s.x
 
 
-def optimizer_ranks(practice: Practice, s: Splits) -> Any:
+def optimizer_ranks(practice: Practice, s: Splits) -> PerGrid:
     """Ranks with the same weights that share an optimizer's state."""
     return s.replicas if practice.shard_optimizer else np.minimum(practice.optimizer_ranks, s.replicas)
 
 
-def deepest(model: Transformer, s: Splits) -> Any:
+def deepest(model: Transformer, s: Splits) -> PerGrid:
     """Layers of the stage that has the most."""
     return -(-model.layers // s.pp)
 
@@ -107,7 +107,7 @@ def memory(model: Transformer, batch: int, practice: Practice, s: Splits, optimi
     )
 
 
-def _kept(model: Transformer, practice: Practice, s: Splits, tokens: object, everything: bool) -> Any:
+def _kept(model: Transformer, practice: Practice, s: Splits, tokens: object, everything: bool) -> PerGrid:
     """Elements of one micro-batch that one layer keeps; `everything` that it would keep if nothing were made again."""
     split = tokens / (s.x * s.y)
     heads, keys = model.heads * model.head, model.keys * model.head
@@ -121,8 +121,8 @@ def _kept(model: Transformer, practice: Practice, s: Splits, tokens: object, eve
     attention, out = split * (heads + 2 * keys), split * x * model.heads * (model.value_size or model.head)
     scores = split * model.heads * model.sequence if practice.attention == "core" else split * model.heads * 2
     mask = split * model.heads * model.sequence * 1.5 if practice.attention == "core" and practice.dropout else 0.0
-    mlp: Any = 0.0
-    activated: Any = 0.0
+    mlp: PerGrid = 0.0
+    activated: PerGrid = 0.0
     for block in model.blocks(1):
         if block.name == "attention":
             continue
@@ -144,9 +144,9 @@ def _kept(model: Transformer, practice: Practice, s: Splits, tokens: object, eve
     return inputs + between + results + attention + out + scores + mask + mlp + activated
 
 
-def _gathered(model: Transformer, s: Splits) -> Any:
+def _gathered(model: Transformer, s: Splits) -> PerGrid:
     """Elements of a layer's weights that are kept beside their shard: gathered over z, or joined side by side."""
-    joined: Any = 0.0
+    joined: PerGrid = 0.0
     for block in model.blocks(1):
         if len(block.outs) > 1:
             part = block.parameters * sum(block.outs) / (sum(block.outs) + block.inner)
@@ -154,15 +154,15 @@ def _gathered(model: Transformer, s: Splits) -> Any:
     return np.where(np.asarray(s.z) > 1, _whole(model, s), joined / (s.x * s.y))
 
 
-def _whole(model: Transformer, s: Splits) -> Any:
+def _whole(model: Transformer, s: Splits) -> PerGrid:
     """Elements of a layer's weights, as z gathers them."""
-    found: Any = 0.0
+    found: PerGrid = 0.0
     for block in model.blocks(1):
         found = found + block.parameters * block.times / model.layers / (s.e if block.experts else 1)
     return found / (s.x * s.y)
 
 
-def _working(model: Transformer, s: Splits, tokens: object) -> Any:
+def _working(model: Transformer, s: Splits, tokens: object) -> PerGrid:
     """Elements of the largest gradients of a layer's backward: those of an MLP, and what is gathered for them."""
     wide = max((sum(block.outs) + block.inner) * block.top_k for block in model.blocks(1) if block.name != "attention")
     return tokens / (s.x * s.y) * (wide + 2 * s.y * model.hidden)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from typing import Any
 
 import numpy as np
 
-from ndtp.planner.grids import Grids
+from ndtp.planner.grids import Grids, PerGrid
 from ndtp.planner.hardware import Hardware
 from ndtp.planner.time_model import Network
 
@@ -37,28 +36,28 @@ class Splits:
         fold: which of z, x and y split experts, too: `Grids.fold`.
     """
 
-    pp: Any = 1
-    dp: Any = 1
-    e: Any = 1
-    z: Any = 1
-    cp: Any = 1
-    x: Any = 1
-    y: Any = 1
-    micro: Any = 1
-    virtual: Any = 1
-    fold: Any = 0
+    pp: PerGrid = 1
+    dp: PerGrid = 1
+    e: PerGrid = 1
+    z: PerGrid = 1
+    cp: PerGrid = 1
+    x: PerGrid = 1
+    y: PerGrid = 1
+    micro: PerGrid = 1
+    virtual: PerGrid = 1
+    fold: PerGrid = 0
 
     @property
-    def ranks(self) -> Any:
+    def ranks(self) -> PerGrid:
         return self.pp * self.replicas * self.z * self.x * self.y
 
     @property
-    def replicas(self) -> Any:
+    def replicas(self) -> PerGrid:
         """Ranks with the same weights, over which gradients are summed."""
         return self.dp * self.e * self.cp
 
     @property
-    def shares(self) -> Any:
+    def shares(self) -> PerGrid:
         """Parts of a batch that different ranks work on at a time."""
         return self.dp * self.e * self.z
 
@@ -67,7 +66,7 @@ class Splits:
         """The ranks of one stage, as blocks see them: context parallel ranks split rows, as data parallel ones do."""
         return Grids(self.dp * self.cp, self.z, self.x, self.y, self.e, self.fold)
 
-    def splits(self, name: str) -> dict[str, Any]:
+    def splits(self, name: str) -> dict[str, PerGrid]:
         """Return, for a set of axes, the size of each axis in it: `Grids.splits`, where dp stands for dp and cp."""
         if name in STEP_AXES:
             return {name: getattr(self, name)}

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import numpy as np
 
 from ndtp.algebra.wire import row_bytes
 from ndtp.planner.block_cost import Block, messages
-from ndtp.planner.grids import FOLDED
+from ndtp.planner.grids import FOLDED, PerGrid
 from ndtp.planner.hardware import Hardware
 from ndtp.planner.time_model import Network
 from ndtp.planner.training.arithmetic import Arithmetic, Both, Compute
@@ -43,22 +42,22 @@ class StepTime:
         optimizer, host: the optimizer's step, and what no device does.
     """
 
-    products: Any
-    cores: Any
-    moved: Any
-    again: Any
-    tensor: Any
-    weights: Any
-    context: Any
-    experts: Any
-    stages: Any
-    data: Any
-    bubble: Any
-    optimizer: Any
-    host: Any
+    products: PerGrid
+    cores: PerGrid
+    moved: PerGrid
+    again: PerGrid
+    tensor: PerGrid
+    weights: PerGrid
+    context: PerGrid
+    experts: PerGrid
+    stages: PerGrid
+    data: PerGrid
+    bubble: PerGrid
+    optimizer: PerGrid
+    host: PerGrid
 
     @property
-    def total(self) -> Any:
+    def total(self) -> PerGrid:
         return sum(getattr(self, field.name) for field in fields(self))
 
     def parts(self) -> dict[str, float]:
@@ -167,7 +166,7 @@ class _Clock:
             host=micros * host,
         )
 
-    def _counted(self) -> Any:
+    def _counted(self) -> PerGrid:
         """Return the time in which devices have nothing to do, since the host has waited for how many rows each expert
         gets.
         """
@@ -177,13 +176,13 @@ class _Clock:
         each = HOST["fused" if practice.fused else "one by one"] * self.job.hardware.launch_us * 1e-6
         return COUNTED_KERNELS * each * deepest(self.job.model, self.splits) * mixture.layers / self.job.model.layers
 
-    def _launches(self) -> Any:
+    def _launches(self) -> PerGrid:
         """Return the time that the host takes to start the kernels of a micro-batch, of which devices hide what they
         take themselves.
         """
         practice, mixture = self.job.practice, self.job.model.mixture
         kind = "fused" if practice.fused else "one by one"
-        kernels: Any = KERNELS[kind] if practice.graphs == "none" else 0
+        kernels: PerGrid = KERNELS[kind] if practice.graphs == "none" else 0
         if mixture is not None:
             own = mixture.count / self.splits.grids.over(mixture.count)
             experts = EXPERT_KERNELS.get(practice.dtype, EXPERT_KERNELS[""]) * own
@@ -195,11 +194,11 @@ class _Clock:
         again = 1 + practice.recomputed[0] / 3  # a forward is a third of both
         return (kernels + self._calls()) * again * each * deepest(self.job.model, self.splits)
 
-    def _calls(self) -> Any:
+    def _calls(self) -> PerGrid:
         """Return the number of collectives of a layer, each of which the host starts as it does a kernel."""
         if self.job.practice.graphs != "none":
             return 0
-        found: Any = 0
+        found: PerGrid = 0
         for block in self.job.model.blocks(1):
             part = block.times / self.job.model.layers
             for message in messages(block, self.splits.grids, 0, int(self.job.practice.regather)):
@@ -209,7 +208,7 @@ class _Clock:
     def _waits(self, block: Block) -> Waits:
         """The collectives of one block and one micro-batch.  Sums over replicas come once a step: see `_data`."""
         practice = self.job.practice
-        found: dict[tuple[str, str], Any] = {}
+        found: dict[tuple[str, str], PerGrid] = {}
         for message in messages(block, self.splits.grids, 0, int(practice.regather)):
             if message.phase == "wgrad" and message.collective == "all_reduce":
                 continue
@@ -237,13 +236,13 @@ class _Clock:
         """Return the exposed time of tensor-parallel collectives that run in chunks beside their products."""
         chunks, contention = self.job.practice.tensor_chunks, self.job.hardware.contention
 
-        def exposed(compute: Any, wait: Any) -> Any:
+        def exposed(compute: PerGrid, wait: PerGrid) -> PerGrid:
             hidden = np.minimum(compute, wait) * (1 - 1 / chunks)
             return wait - hidden * (1 - contention)
 
         return Both(exposed(products.forward, waits.forward), exposed(products.backward, waits.backward))
 
-    def _again(self, layers: Compute, tensor: Both, experts: Both) -> tuple[Any, Any, Any]:
+    def _again(self, layers: Compute, tensor: Both, experts: Both) -> tuple[PerGrid, PerGrid, PerGrid]:
         products, cores, stops = self.job.practice.recomputed
         name, last = self.job.practice.recompute, self.job.model.last
         if name == "mlp":
@@ -266,7 +265,7 @@ class _Clock:
         """Return what is waited for of collectives that run beside other work, and what that loses by them."""
         contention = self.job.hardware.contention
 
-        def exposed(compute: Any, wait: Any) -> Any:
+        def exposed(compute: PerGrid, wait: PerGrid) -> PerGrid:
             return np.maximum(wait - compute, contention * np.minimum(wait, compute))
 
         return Both(exposed(busy.forward, waits.forward), exposed(busy.backward, waits.backward))
@@ -303,7 +302,7 @@ class _Clock:
         count = (s.pp - 1) if self.job.practice.overlap_stages else micros * s.virtual + (s.pp - 1)
         return 2 * one * count
 
-    def _data(self, busy: Both, micros: Any) -> Any:
+    def _data(self, busy: Both, micros: PerGrid) -> PerGrid:
         """Sums of gradients over replicas, and, of an optimizer that is sharded, the new weights."""
         s, practice = self.splits, self.job.practice
         parameters = held(self.job.model, s)
