@@ -186,6 +186,8 @@ class Speaking:
         MismatchError: another thread is.
     """
 
+    __slots__ = ("_has_begun", "conversation", "what")
+
     def __init__(self, conversation: Conversation, what: str) -> None:
         self.conversation, self.what = conversation, what
         self._has_begun = False
