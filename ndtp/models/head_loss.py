@@ -10,33 +10,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ndtp.compute.constants import indices_on
 from ndtp.models.frame import Frame
 from ndtp.models.hidden import Hidden, leave
 from ndtp.models.kept_logits import KeptWeights
 from ndtp.models.made_classes import made_class
-from ndtp.models.pending import Pending, pending
+from ndtp.models.noted import Noted
+from ndtp.models.one_schedule import Notes, is_bare
+from ndtp.models.pending import Pending
 from ndtp.models.projections import Projection, products
-from ndtp.models.seen_weights import has_own_weights
-from ndtp.models.waiting import Call
-from ndtp.nn.hooks import has_hooks
 from ndtp.nn.losses import loss_plan
 from ndtp.ops.linear_losses import LinearLossPlan, linear_cross_entropy
 from ndtp.ops.losses import dtype_of_loss
 from ndtp.ops.products import chain
 from ndtp.runtime.arrival import local_shard
+from ndtp.split.tensor import SplitTensor
 
 
-class HeadSchedule:
+class HeadSchedule(Notes):
     """A head that is one with the loss, where the model was called for one."""
 
-    def called(self, member: Projection, x: Tensor) -> Hidden | None:
-        if not member.frame.has_labels or torch.compiler.is_compiling():
+    def called(self, member: Projection, x: Tensor) -> Pending | Noted | None:
+        if torch.compiler.is_compiling() or not self.may_wait(member, x) or not is_bare((member,)):
             return None
-        if has_hooks(member) or "forward" in member.__dict__ or not has_own_weights((member,)):
-            return None
-        call = Call((member,), member.taken(x), plain_products, x, cross_entropy, KeptWeights((member,)))
-        return pending(call, member)
+        options = {"loss": cross_entropy, "kept": KeptWeights((member,))}
+        return self.noted(self.call_of((member,), x, plain_products, **options), member, x)
+
+    def may_wait(self, member: Projection, x: Tensor) -> bool:
+        return member.frame.has_labels
 
 
 def plain_products(members: Sequence[Projection], x: Hidden) -> list[Tensor]:
@@ -50,7 +50,7 @@ def plain_products(members: Sequence[Projection], x: Hidden) -> list[Tensor]:
 
 
 def cross_entropy(
-    logits: Pending,
+    logits: Pending | Noted,
     target: Tensor,
     weight: Tensor | None = None,
     size_average: Any = None,
@@ -63,44 +63,31 @@ def cross_entropy(
 
     What is made of them before (casts, a soft cap, a bias, rows that are picked) is made of each chunk.
     """
-    call, passage = logits.call, logits.passage
-    head, frame = call.members[0], passage.frame
-    if head is not frame.head or reduction not in ("mean", "sum"):
+    call, head = logits.call, logits.call.members[0]
+    if reduction not in ("mean", "sum") or size_average is not None or reduce is not None:
         return NotImplemented
-    if size_average is not None or reduce is not None or not isinstance(target, Tensor) or logits.dim() != 2:
+    if not isinstance(target, Tensor) or isinstance(target, SplitTensor) or target.is_floating_point():
         return NotImplemented
-    if target.is_floating_point() or tuple(target.shape) != passage.lead or not call.take():
+    if tuple(target.shape) != logits.sizes_of_targets or not call.take():
         return NotImplemented
-    rows = leave(call.source)
-    key = (passage.features, ignore_index, label_smoothing)
+    frame, rows = head.frame, leave(call.source)
+    key = (head.name, ignore_index, label_smoothing)
     plan = frame.losses.get(key)
     if plan is None:
-        loss = loss_plan(
-            head.plan.out, passage.features, ignore_index, label_smoothing, 0.0, reduction, passage.came_from or "loss"
-        )
+        loss = loss_plan(head.plan.out, head.real_out, ignore_index, label_smoothing, 0.0, reduction, head.name)
         plan = frame.losses[key] = LinearLossPlan(head.plan, loss, frame.loss_rows)
-    own, bias = head.weight_and_bias(rows)
-    dtype = dtype_of_loss(logits.dtype, rows.device.type)
-    found = linear_cross_entropy(
-        rows, own, bias, _all_targets(logits, target, ignore_index), plan, frame.mesh, reduction,
-        weights=weight, between=lambda part: logits.formula({(0, None): part}), dtype=dtype,
-    )  # fmt: skip
+    mine, grid, outside = logits.laid_targets(target, ignore_index), frame.mesh.grid, frame.outside.dims[0]
+    every = target.new_full((grid.size(outside), len(mine)), ignore_index)  # others' are ignored, like padding
+    every[grid.index(frame.mesh.rank, outside)] = mine
+    with head.at_work():
+        own, bias = head.weight_and_bias(rows)
+        found = linear_cross_entropy(
+            rows, own, bias, every.flatten(), plan, frame.mesh, reduction, weights=weight,
+            between=lambda part: logits.formula({(0, None): part}), dtype=dtype_of_loss(logits.dtype, rows.device.type),
+        )  # fmt: skip
+    call.feeds_loss = True
     found = frame.mesh.step.made_whole(found, (target, weight, ignore_index, label_smoothing, reduction))
-    return frame.note_loss(found)
-
-
-def _all_targets(logits: Pending, target: Tensor, ignore_index: int) -> Tensor:
-    """Return targets [rows of all dp ranks] with this rank's own in place; the others' are ignored, like padding."""
-    frame, given = logits.passage.frame, logits.call.source.passage
-    outside = frame.outside.dims[0]
-    grid = frame.mesh.grid
-    whole = target.new_full((grid.size(outside), given.rows), ignore_index)
-    mine = whole[grid.index(frame.mesh.rank, outside)]
-    if logits.rows is None:
-        mine[:] = given.laid(target, ignore_index)
-    else:
-        mine[indices_on(given.row_of(logits.rows), target.device)] = target
-    return whole.flatten()
+    return found if call.losses is None else call.losses.note_loss(found)
 
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

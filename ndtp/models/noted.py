@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from ndtp.compute.constants import indices_on
 from ndtp.compute.torch_calls import Arguments, Keywords, TorchFunction
 from ndtp.models.between import DROPOUTS, KNOWN
 from ndtp.models.hidden import PARTS, is_dropout_off
@@ -39,11 +40,13 @@ class NotedCall(Call):
 
     Attributes:
         rows: how the leading dims of their input became rows.
-        feeds_loss: whether a loss was taken of what they give.
     """
 
     rows: Rows = None  # type: ignore[assignment]
-    feeds_loss: bool = False
+
+    @property
+    def losses(self) -> Any:
+        return self.members[0].context.losses  # type: ignore[union-attr]
 
     def given_by(self, member: Any, y: Tensor) -> Any:
         return member.given(y, self.rows)
@@ -139,6 +142,21 @@ class Noted(SplitTensor):
             is_made = self.func in KNOWN and self.func is not Tensor.contiguous
             seen[id(self)] = self.func(*given, **self.kwargs) if is_made else given[0]
         return seen[id(self)]
+
+    @property
+    def sizes_of_targets(self) -> tuple[int, ...] | None:
+        """Return the sizes of the targets of a loss of it; None where it takes none."""
+        sizes = tuple(self.sample.shape)
+        return (sizes[0], *sizes[2:]) if self.is_turned else sizes[:1] if len(sizes) == 2 else None
+
+    def laid_targets(self, target: Tensor, ignored: int) -> Tensor:
+        """Return targets of all rows of the call, as its input has them; those of rows nobody picked are ignored."""
+        spec, dim = self.call.rows.spec, self.call.rows.dim
+        lead, size = spec.sizes[:-1], spec.padded[dim]
+        mine = target.new_full((torch.Size(lead).numel(),), ignored)
+        mine[indices_on(self.row_ids(), target.device)] = target
+        mine = F.pad(mine.view(lead), [0, 0] * (len(lead) - 1 - dim) + [0, size - lead[dim]], value=ignored)
+        return mine.movedim(dim, 0).flatten()
 
     def row_ids(self) -> Tensor:
         """Return which of the layer's rows it has, in the form of its leading dims."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ndtp.compute.epilogues import ACTIVATIONS
 from ndtp.compute.traces import own_graph
-from ndtp.models.hidden import Hidden, enter, leave
+from ndtp.models.hidden import leave
 from ndtp.models.noted import Noted
 from ndtp.models.pending import Pending, pending
 from ndtp.models.projections import Projection, products
@@ -27,9 +27,33 @@ from ndtp.runtime.of_turn import OfTurn
 from ndtp.split.copies import state_of
 
 
+def is_bare(layers: Sequence[nn.Module], inside: Sequence[nn.Module] = ()) -> bool:
+    """Return whether nothing but a layer's forward runs when it is called, with the parameters of the layer.
+
+    Args:
+        inside: other modules, whose hooks may look at what lies between the layers.
+    """
+    if any(has_hooks(each) for each in (*layers, *inside)) or any("forward" in each.__dict__ for each in layers):
+        return False
+    return has_own_weights(layers)
+
+
+class Notes:
+    """The way in which layers of a recognised model wait for what is made of their results; others have one in
+    `ndtp.models.observed_schedule`.
+    """
+
+    def call_of(self, members: tuple[Projection, ...], x: Tensor, compute: object, **options: object) -> Call:
+        return Call(members, members[0].taken(x), compute, x, **options)  # type: ignore[arg-type]
+
+    def noted(self, call: Call, member: Projection, x: Tensor) -> Pending | Noted:
+        """Return the result of a layer of a call, before it is computed."""
+        return pending(call, member)
+
+
 @dataclass(eq=False)
-class MLPSchedule:
-    """The layers of one MLP, whose products are one program where nothing stands between them.
+class MLPSchedule(Notes):
+    """The layers of one MLP, whose products are one program where nothing but an activation stands between them.
 
     Attributes:
         inside: other modules of the MLP, whose hooks may look at what lies between.
@@ -37,28 +61,25 @@ class MLPSchedule:
 
     ups: tuple[Projection, ...]
     down: Projection
-    inside: tuple[nn.Module, ...]
+    inside: tuple[nn.Module, ...] = ()
     call = OfTurn()
     state = OfTurn()
 
-    def called(self, member: Projection, x: Any) -> Hidden | None:
+    def called(self, member: Projection, x: Tensor) -> Any:
+        if torch.compiler.is_compiling():
+            return None
         return self._led_back(x) if member is self.down else self._ahead(member, x)
 
-    def _ahead(self, member: Projection, x: Hidden) -> Pending | None:
-        """Return the pending result of a projection that leads in; None where it is computed at once."""
-        if takes_few_rows(leave(x), (self.ups[0].plan, self.down.plan), self.down.mesh):
-            return None  # nothing is chunked, so nothing is gained by waiting for what is made of it
-        if torch.compiler.is_compiling() or any(has_hooks(each) for each in (*self.ups, self.down, *self.inside)):
-            return None
-        layers = (*self.ups, self.down)
-        if any("forward" in each.__dict__ for each in layers) or not has_own_weights(layers):
+    def _ahead(self, member: Projection, x: Tensor) -> Pending | Noted | None:
+        """Return the noted result of a projection that leads in; None where it is computed at once."""
+        if not self.pays(x) or not is_bare((*self.ups, self.down), self.inside):
             return None
         index, call, now = self.ups.index(member), self.call, state_of(x)
         if call is None or call.given is not x or self.state != now or index in call.asked or not call.is_now:
-            call = self.call = Call(self.ups, member.taken(x), products, x)
+            call = self.call = self.call_of(self.ups, x, products)
             self.state = now
             self.down.frame.shared[id(self)] = self
-        made = pending(call, member)
+        made = self.noted(call, member, x)
         if len(call.asked) == len(self.ups):
             self.call = None
         return made
@@ -66,29 +87,42 @@ class MLPSchedule:
     def forget(self) -> None:
         self.call = None
 
-    def _led_back(self, x: object) -> Hidden | None:
+    def pays(self, x: Tensor) -> bool:
+        """Return whether anything is gained by waiting: of few rows nothing is chunked."""
+        return not takes_few_rows(leave(x), (self.ups[0].plan, self.down.plan), self.down.mesh)
+
+    def fits(self, x: Any) -> bool:
+        """Return whether a formula is of all rows of the call, in the features that the last projection takes."""
+        return x.passage.width == self.down.width and x.rows is None and x.key is not None
+
+    def given(self, y: Tensor, x: Any) -> Tensor:
+        return self.down.as_given(y, x.passage)
+
+    def _led_back(self, x: object) -> Tensor | None:
         """Return the last projection's result as part of the one program; None where it takes its inputs by itself."""
-        if not isinstance(x, Pending) or x.call.members != self.ups or not x.is_open:
+        if not isinstance(x, (Pending, Noted)) or x.call.members != self.ups or not x.is_open:
             return None
-        down, ups, frame = self.down, self.ups, self.down.frame
-        if x.passage.width != down.width or x.dtype != x.call.dtype or x.rows is not None or x.key is None:
+        call, down, ups, frame = x.call, self.down, self.ups, self.down.frame
+        if x.dtype != call.dtype or not self.fits(x):
             return None
         if x.key not in frame.activations:
             frame.activations[x.key] = activation_of(x)
-        found = frame.activations[x.key]
-        rows = leave(x.call.source)
-        if found is None or len({each.needed("weight", rows).dtype for each in (*ups, down)}) > 1:
+        found, rows = frame.activations[x.key], leave(call.source)
+        if found is None:
             return None
+        with down.at_work():
+            if len({each.needed("weight", rows).dtype for each in (*ups, down)}) > 1:
+                return None
         name, leaves = found
-        is_padded = x.passage.width != x.passage.features
-        if is_padded and ACTIVATIONS[name].forward(torch.zeros(2)).any():
+        if down.width != down.real_in and ACTIVATIONS[name].forward(torch.zeros(2)).any():
             return None  # whose padding would not stay zero
-        if not x.call.take():
+        if not call.take():
             return None
-        plans = ups[0].plan, down.plan
-        (up_weight, up_bias), (weight, bias) = as_one(ups, leaves), down.weight_and_bias()
-        y = mlp(rows, (up_weight, weight), plans, frame.mesh, name, (up_bias, bias), (ups[0], down))
-        return enter(y.view_as(y), down.passage(x.passage))
+        with down.at_work():
+            (up_weight, up_bias), (weight, bias) = as_one(ups, leaves), down.weight_and_bias()
+            plans = ups[0].plan, down.plan
+            y = mlp(rows, (up_weight, weight), plans, frame.mesh, name, (up_bias, bias), (ups[0], down))
+        return self.given(y, x)
 
 
 def as_one(ups: Sequence[Projection], leaves: Sequence[tuple[int, int | None]]) -> tuple[Tensor, Tensor | None]:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ndtp.compute.constants import indices_on
 from ndtp.compute.torch_calls import Arguments, AutogradContext, Keywords, TorchFunction
 from ndtp.errors import LayoutError
 from ndtp.models.between import DROPOUTS, KNOWN, SIZES, getters, is_dropout_off, writes
@@ -125,6 +126,20 @@ class Pending(Hidden):
     def is_open(self) -> bool:
         """Return whether the result is still to be computed, in any way."""
         return self.result is None and self.call.values is None
+
+    @property
+    def sizes_of_targets(self) -> tuple[int, ...] | None:
+        """Return the sizes of the targets of a loss of it; None where it takes none."""
+        return self.passage.lead if len(self.passage.lead) == 1 else None
+
+    def laid_targets(self, target: Tensor, ignored: int) -> Tensor:
+        """Return targets of all rows of the call, as its input has them; those of rows nobody picked are ignored."""
+        given = self.call.source.passage
+        if self.rows is None:
+            return given.laid(target, ignored)
+        mine = target.new_full((given.rows,), ignored)
+        mine[indices_on(given.row_of(self.rows), target.device)] = target
+        return mine
 
 
 def pending(call: Call, member: Projection) -> Pending:

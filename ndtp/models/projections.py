@@ -7,6 +7,7 @@ shards of their weights, one after the other, are its shard of a weight whose fe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Protocol
@@ -35,7 +36,7 @@ from ndtp.runtime.arrival import local_shard
 class Schedule(Protocol):
     """The schedule in which several projections are one program."""
 
-    def called(self, member: Projection, x: Tensor) -> Hidden | None:
+    def called(self, member: Projection, x: Tensor) -> Tensor | None:
         """Return the result that the model's code gets when it calls a projection; None where it is computed by
         itself.
         """
@@ -97,6 +98,10 @@ class Projection(Adopted):
     def product(self, members: Sequence[Any], x: Tensor) -> list[Any]:
         """Return the results of several layers of one input, by one product."""
         return products(members, self.taken(x))
+
+    def at_work(self) -> AbstractContextManager[None]:
+        """A context in which the layer itself reads its parameters."""
+        return nullcontext()
 
     def as_given(self, y: Tensor, given: Passage) -> Hidden:
         """Return the result as the model's code gets it, for an input that lay as `given`."""

@@ -34,6 +34,7 @@ class Call:
         asked: those that were called so far.
         is_noted: whether anything was noted of what they give; then a write to that is not to reach the notes.
         is_taken: whether they were computed as a part of one program with what follows.
+        feeds_loss: whether a loss was taken of what they give.
     """
 
     members: tuple[Projection, ...]
@@ -44,6 +45,7 @@ class Call:
     kept: KeptWeights | None = None
     is_noted: bool = False
     is_taken: bool = False
+    feeds_loss: bool = False
 
     def __post_init__(self) -> None:
         self.device = "cpu" if self.source.is_meta else self.source.device.type
@@ -91,6 +93,11 @@ class Call:
         has_grad, is_cast, cast = self.state
         with torch.set_grad_enabled(has_grad), torch.autocast(self.device, cast, enabled=is_cast):
             yield
+
+    @property
+    def losses(self) -> Any:
+        """Return what is to know of a loss of them, if anything is."""
+        return self.members[0].frame
 
     def given_by(self, member: Projection, y: Tensor) -> Hidden:
         """Return the result as the model's code gets it."""
