@@ -28,7 +28,6 @@ from ndtp.models.opened_attention import INPUTS, can_open, leave_fast_path, name
 from ndtp.models.other_layers import reads
 from ndtp.models.placing import Placing
 from ndtp.models.projections import place_projection, used_and_stored
-from ndtp.models.recurrent import keep_weights_apart
 from ndtp.models.roles import features, is_linear, join
 from ndtp.models.router_loss import whole_router_loss
 from ndtp.models.run_eagerly import compiled_parts_run_eagerly, run_eagerly
@@ -124,7 +123,6 @@ class AnyModel(Placing):
             average_loss(self.model, self.frame)
         saved_whole(self.model)
         not_replicated(self.model)
-        keep_weights_apart(self.model)
         run_eagerly(self.model)
 
     def adapt(self, modules: dict[str, nn.Module]) -> dict[str, str]:

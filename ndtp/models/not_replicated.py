@@ -1,4 +1,4 @@
-"""A model whose parameters are split refuses by name to be taken for a dense one."""
+"""Code of torch that would take a model whose parameters are split for a dense one: it is refused, or kept away."""
 
 from __future__ import annotations
 
@@ -33,5 +33,17 @@ class NotReplicated:
 
 
 def not_replicated(model: nn.Module) -> None:
+    """Let a model refuse what takes its parameters for whole ones, and no recurrent layer move its weights.
+
+    On a GPU `flatten_parameters`, which such a layer also calls by itself when its weights are other tensors than
+    before, asks where the memory of each weight lies.  Of a weight on a grid this rank has a shard.
+    """
     if not isinstance(model, NotReplicated):
         model.__class__ = class_of(NotReplicated, type(model))
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters = _nothing_to_flatten  # type: ignore[method-assign]
+
+
+def _nothing_to_flatten() -> None:
+    """Stand in for `flatten_parameters`: each call has whole weights of its own, which it would move every time."""

@@ -35,7 +35,6 @@ from ndtp.models.plain_gradients import sum_plain_gradients_of
 from ndtp.models.profile import use_measured
 from ndtp.models.rechecked import rechecked
 from ndtp.models.recognised import is_recognised
-from ndtp.models.recurrent import keep_weights_apart
 from ndtp.models.refused_code import refuse_layers_of_shards, refuse_lazy, refuse_scripts, refuse_wrapped
 from ndtp.models.report import Report
 from ndtp.models.roles import is_linear
@@ -254,7 +253,6 @@ def parallelize(
     report.carried, report.was_dense = held.bring(mesh), held.was_dense
     report.of(model, mesh, count, len(report.replaced), strict)
     not_replicated(model)
-    keep_weights_apart(model)
     report.rows = axes_of_rows(model)
     OwnRows(mesh, report.rows, type(model).__name__).watch(model)
     report.plain = sum_plain_gradients_of(model, mesh, report.rows)

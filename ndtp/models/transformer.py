@@ -33,7 +33,6 @@ from ndtp.models.patches import SplitPatches, place_patches, states_of
 from ndtp.models.placing import Placing, stock_model
 from ndtp.models.projections import Projection, in_group, place_projection
 from ndtp.models.proofs import Proofs
-from ndtp.models.recurrent import keep_weights_apart
 from ndtp.models.replicated import Replicated
 from ndtp.models.roles import (
     AttentionRole,
@@ -127,7 +126,6 @@ class Split(Placing):
         run_eagerly(self.stock)
         saved_whole(self.model)
         not_replicated(self.model)
-        keep_weights_apart(self.model)
         for root in {id(each): each for each in (self.stock, self.model)}.values():
             reads_parameters(
                 root, self.frame, compiles=True
