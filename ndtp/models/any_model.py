@@ -16,7 +16,7 @@ from ndtp.models.adopted import Adopted, adopt, is_placed
 from ndtp.models.at_work import reads_parameters
 from ndtp.models.called import called_parts
 from ndtp.models.computed import plain_weight
-from ndtp.models.data_loss import average_loss
+from ndtp.models.data_loss import losses_of_all_rows
 from ndtp.models.frame import dropouts_of
 from ndtp.models.fused_order import order_of
 from ndtp.models.left_alone import is_foreign, why_left
@@ -29,7 +29,6 @@ from ndtp.models.other_layers import reads
 from ndtp.models.placing import Placing
 from ndtp.models.projections import place_projection, used_and_stored
 from ndtp.models.roles import features, is_linear, join
-from ndtp.models.router_loss import whole_router_loss
 from ndtp.models.run_eagerly import compiled_parts_run_eagerly, run_eagerly
 from ndtp.models.saving import saved_whole
 from ndtp.models.shared_input import SharedInput
@@ -119,8 +118,7 @@ class AnyModel(Placing):
         if self.model is not self.stock:
             reads_parameters(self.model, self.frame)
         if self.context.losses is not None:
-            whole_router_loss(self.stock, self.frame)
-            average_loss(self.model, self.frame)
+            losses_of_all_rows(self.model, self.stock, self.frame)
         saved_whole(self.model)
         not_replicated(self.model)
         run_eagerly(self.model)

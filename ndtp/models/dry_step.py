@@ -25,7 +25,7 @@ from ndtp.errors import LayoutError
 from ndtp.models.cached_results import forgotten_fake_results
 from ndtp.models.forms import forms_of_results
 from ndtp.models.hidden import Hidden, leave
-from ndtp.models.kept_random import random_kept
+from ndtp.models.state_beside import random_kept
 from ndtp.nn.sharded import shadow_of
 from ndtp.runtime.process_grid import ProcessGrid
 from ndtp.split.tensor import SplitTensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,13 +16,21 @@ from ndtp.algebra.layout import Layout
 from ndtp.compute.torch_calls import TorchFunction
 from ndtp.models.frame import Passage
 from ndtp.models.hidden import FORMS, PARTS, RESHAPES, Hidden, alias, brought, enter, leave, like
-from ndtp.models.hidden_views import Expanded, Feature, PartOfFeatures, PickedRows, rows_picked, standing_for
+from ndtp.models.hidden_views import (
+    Expanded,
+    Feature,
+    PartOfFeatures,
+    PickedRows,
+    expanded,
+    joined,
+    rows_picked,
+    standing_for,
+)
 from ndtp.models.rows import are_all, is_view, picked_rows
-from ndtp.models.scores import scores
-from ndtp.models.sequences import expanded, joined
 from ndtp.nn.losses import cross_entropy
 from ndtp.ops.losses import dtype_of_loss
 from ndtp.ops.products import relayout
+from ndtp.ops.reductions import used_over
 from ndtp.runtime.arrival import is_plain, plain_of
 from ndtp.split.copies import share_memory, version_of
 from ndtp.split.gathered_operands import counted
@@ -193,3 +202,30 @@ OWN: dict[Any, Any] = {
     Tensor.__format__: lambda x, *_: f"Hidden(from '{x.passage.came_from}', {x.passage})",
 }
 FORMS.update(OWN)
+
+
+def scores(shard: Tensor, weight: Tensor, bias: Tensor | None, passage: Passage) -> Tensor:
+    """`x W^T + b` [.., scores] on every rank (of its dp rows), of the activation x of which `shard` is this rank's.
+
+    Each rank multiplies what it has of rows and features, in fp32 at least, autocast or not; what these sum up to is
+    gathered, instead of the activation.
+
+    Args:
+        weight, bias: whole on every rank, [scores, features] and [scores].
+    """
+    frame, layout = passage.frame, passage.layout
+    mesh, name = frame.mesh, f"{passage.came_from} scores"
+    inner = layout.dims[0][len(frame.outside.dims[0]) :]
+    bare, by_feature = Layout(mesh.grid, None, None), Layout(mesh.grid, None, layout.dims[1])
+    device, dtype = shard.device.type, torch.result_type(shard, weight)
+    is_cast = not shard.is_meta and torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if is_cast else dtype
+    with nullcontext() if shard.is_meta else torch.autocast(device, enabled=False):
+        wide = torch.promote_types(dtype, torch.float32)
+        mine = relayout(F.pad(weight, (0, passage.width - passage.features)), bare, by_feature, mesh, name)
+        mine = used_over(mine, by_feature, inner, mesh, name)
+        part = shard.to(wide) @ mine.to(wide).t()
+        held = Layout(mesh.grid, layout.dims[0], None)
+        y = relayout(part, held, frame.outside, mesh, name, partial=layout.dims[1])
+        y = passage.in_order(y).reshape(*passage.lead, -1)
+        return (y if bias is None else y + bias).to(dtype)

@@ -24,14 +24,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ndtp.compute.traces import TransformedError, is_in_transform
 from ndtp.models.kept_parameters import parameters_kept
-from ndtp.models.kept_random import random_kept
-from ndtp.models.kinds import Kinds
 from ndtp.models.made_up_inputs import guesses
-from ndtp.models.observed_chains import Chains
+from ndtp.models.observed_chains import Chains, Kinds
 from ndtp.models.opened_attention import open_to_see
 from ndtp.models.roles import features, is_linear
 from ndtp.models.run_eagerly import compiled_parts_run_eagerly
-from ndtp.models.state_beside import kept_beside
+from ndtp.models.state_beside import kept_beside, random_kept
 from ndtp.nn.parameters import computed_in
 from ndtp.split.elementwise import NAMES, named
 from ndtp.split.tensor import getters

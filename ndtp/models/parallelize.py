@@ -34,13 +34,12 @@ from ndtp.models.placing import stock_model
 from ndtp.models.plain_gradients import sum_plain_gradients_of
 from ndtp.models.profile import use_measured
 from ndtp.models.rechecked import rechecked
-from ndtp.models.recognised import is_recognised
 from ndtp.models.refused_code import refuse_layers_of_shards, refuse_lazy, refuse_scripts, refuse_wrapped
 from ndtp.models.report import Report
 from ndtp.models.roles import is_linear
 from ndtp.models.same_weights import check_same_weights
 from ndtp.models.seen_by_ranks import seen_by_all
-from ndtp.models.transformer import Split, is_transformer, split_before
+from ndtp.models.transformer import Split, is_recognised, is_transformer, split_before
 from ndtp.nn.experts import EXACT, Buffers, known_buffers
 from ndtp.planner.grid_plan import GridPlan
 from ndtp.planner.hardware import Hardware

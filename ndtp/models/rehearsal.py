@@ -23,9 +23,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ndtp.compute.torch_calls import Arguments, Keywords, TorchFunction
 from ndtp.models.between import FACTS, SIZES
-from ndtp.models.kept_random import random_kept
 from ndtp.models.part_settings import PartSettings
 from ndtp.models.roles import features, is_linear, vocabulary_of
+from ndtp.models.state_beside import random_kept
 from ndtp.nn.parameters import computed_in
 
 BATCH, LENGTH = (2, 3, 5), (5, 6, 7, 11)  # the first that is no number of heads or the like

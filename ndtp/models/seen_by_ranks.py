@@ -15,8 +15,8 @@ from torch import nn
 
 from ndtp.collectives.cross_check import differing
 from ndtp.errors import MismatchError
-from ndtp.models.kinds import Kinds
 from ndtp.models.observation import Observation
+from ndtp.models.observed_chains import Kinds
 from ndtp.models.roles import is_linear
 from ndtp.runtime.process_grid import ProcessGrid
 

@@ -12,7 +12,7 @@ import random
 import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from operator import is_not
@@ -220,3 +220,15 @@ def _state_of(generator: Any) -> Callable[[], None]:
 def _is_state(value: object) -> bool:
     kind = type(value)
     return value is _GONE or kind in _NUMBERS or kind in _CONTAINERS or issubclass(kind, Tensor)
+
+
+@contextmanager
+def random_kept(devices: Iterable[object] = ()) -> Iterator[None]:
+    """Restore the random states of torch, on the CPU and on these devices, of numpy and of Python when it is left."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)

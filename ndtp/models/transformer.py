@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import Layout
+from ndtp.algebra.schemes import BlockLayouts
 from ndtp.errors import LayoutError
 from ndtp.models.adapters import place_adapters, reason_against, wrappers_in
 from ndtp.models.adopted import Adopted, SplitNorm, adopt, is_placed
@@ -17,7 +19,7 @@ from ndtp.models.at_work import reads_parameters
 from ndtp.models.attention_core import Core
 from ndtp.models.bound_attention import AttentionModule, place_core
 from ndtp.models.computed import plain_weight
-from ndtp.models.data_loss import average_loss
+from ndtp.models.data_loss import losses_of_all_rows
 from ndtp.models.expert_layers import experts_role, place_experts
 from ndtp.models.fused_order import heads_in_order, rows_in_order
 from ndtp.models.head_loss import HeadSchedule, place_model
@@ -42,15 +44,18 @@ from ndtp.models.roles import (
     find_attention,
     find_mlps,
     is_linear,
+    is_wrapper,
+    names_hidden_size,
     norm_role,
     vocabulary_of,
 )
-from ndtp.models.router_loss import whole_router_loss
 from ndtp.models.run_eagerly import compiled_parts_run_eagerly, run_eagerly
 from ndtp.models.saving import saved_whole
 from ndtp.models.table_settings import setting_against
+from ndtp.nn.sharded import shadow_of
 from ndtp.ops.lookup import LookupPlan
 from ndtp.ops.norms import NormPlan
+from ndtp.runtime.arrival import is_plain
 from ndtp.runtime.process_grid import ProcessGrid
 from ndtp.split.functions import guard_functions
 
@@ -119,8 +124,7 @@ class Split(Placing):
         self.frame.cuts_sequences = not has_patches and all_cut is not False
         self.frame.always_cuts = bool(all_cut)
         self._others(modules)
-        whole_router_loss(self.stock, self.frame)
-        average_loss(model, self.frame)
+        losses_of_all_rows(model, self.stock, self.frame)
         if self.frame.head is not None and self.frame.fuse:
             place_model(self.stock, self.frame)
         run_eagerly(self.stock)
@@ -336,3 +340,34 @@ def _projects(role: AttentionRole) -> Callable[[str], bool]:
 
 def _sizes(grid: Grid, axes: tuple[str, ...]) -> str:
     return " ".join(f"{axis}={grid[axis]}" for axis in axes) or "no axes"
+
+
+LEFT = 0.05  # of the parameters
+
+
+def is_recognised(model: nn.Module, mesh: ProcessGrid, layouts: BlockLayouts, *arguments: Any, **options: Any) -> bool:
+    """Return whether nearly all parameters of a stock model belong to known layers, or to layers with adapters."""
+    if "ndtp_stage" in vars(model) or stock_model(model) is not model or any(map(is_wrapper, model.modules())):
+        return True
+    if not mesh.grid.nontrivial((*layouts.up_weight.axes, *layouts.down_weight.axes)):
+        return names_hidden_size(model)
+    shadow, _ = shadow_of(model, mesh)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            split = Split(shadow, mesh, layouts, *arguments, **options)
+            split.run()
+    except (LayoutError, ValueError):
+        return False
+    return _left(shadow, split) <= LEFT * sum(p.numel() for p in shadow.parameters())
+
+
+def _left(model: nn.Module, split: Split) -> int:
+    """Elements of matrices and stacks that stayed whole, but for routers, and what was to stay."""
+    stay = [*split.scores, *(name for name, why in split.kept.items() if why == BY_PLAN)]
+    count = 0
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1 and not any(name.startswith(f"{each}.") for each in stay):
+            local: Any = parameter if is_plain(parameter) else parameter._local_tensor  # type: ignore[attr-defined]
+            count += parameter.numel() if local.numel() == parameter.numel() else 0
+    return count

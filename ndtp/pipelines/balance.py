@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ndtp.compute.torch_calls import Arguments
 from ndtp.errors import LayoutError
-from ndtp.models.router_loss import FORMULA
+from ndtp.models.data_loss import FORMULA
 from ndtp.pipelines.without_numbers import runnable
 
 RECORDED = "_can_record_outputs"  # transformers: of which modules the router logits are an output

@@ -46,7 +46,7 @@ class Block:
         times: how often it is repeated in a layer.
         experts: how many MLPs there are, of which a token goes through `top_k`, by a router; 0: one MLP, without.
         whole_scores: every rank gets what the router says of all rows of its dp and e, as transformers' routers want it
-            (`ndtp.models.scores`); otherwise of its own alone, as `ndtp.nn.MoE`'s.
+            (`ndtp.models.hidden_forms`); otherwise of its own alone, as `ndtp.nn.MoE`'s.
     """
 
     tokens: int
