@@ -6,7 +6,6 @@ Python asks nobody what `type(x)` is, so nothing can answer there as for the den
 from __future__ import annotations
 
 import dis
-import inspect
 import types
 from collections.abc import Iterator
 from itertools import takewhile
@@ -14,7 +13,7 @@ from itertools import takewhile
 from torch import nn
 
 from ndtp.errors import warn
-from ndtp.models.forward_code import function_below, parts_of
+from ndtp.models.forward_code import functions_of, parts_of
 
 _REACH = 10  # instructions from `type` to `Tensor`
 _KNOWN = ("torch.", "ndtp.", "transformers.")  # code that was tried, class by class
@@ -24,7 +23,8 @@ def warn_of_asked_types(model: nn.Module) -> None:
     """Warn of each place in the code of a model's forward that compares the type of something with `torch.Tensor`."""
     told = set()
     for kind in {type(module): None for module in model.modules()}:
-        for code, line in _places(kind):
+        parts = [part for function in functions_of(kind, _KNOWN) for part in parts_of(function.__code__)]
+        for code, line in [(part, line) for part in parts for line in _lines(part)]:
             if (code, line) in told:
                 continue
             told.add((code, line))
@@ -33,28 +33,6 @@ def warn_of_asked_types(model: nn.Module) -> None:
                 f"line {line}); what a split layer gives is of a class that derives from it, so that this code may go "
                 "another way than in the dense model\n  fix: isinstance(x, torch.Tensor)"
             )
-
-
-def _places(kind: type[nn.Module]) -> Iterator[tuple[types.CodeType, int]]:
-    """Yield where a class asks, in its forward and in the methods and functions beside it that this names."""
-    waiting, seen = [inspect.getattr_static(kind, "forward", None)], set()
-    while waiting:
-        method = _unknown(waiting.pop())
-        if method is None or method in seen:
-            continue
-        seen.add(method)
-        for code in parts_of(method.__code__):
-            yield from ((code, line) for line in _lines(code))
-            for name in code.co_names:
-                beside = _unknown(method.__globals__.get(name))
-                is_beside = beside is not None and beside.__module__ == method.__module__
-                waiting += [inspect.getattr_static(kind, name, None), *([beside] if is_beside else [])]
-
-
-def _unknown(x: object) -> types.FunctionType | None:
-    """Return the function that a method is; None for what is none, and for code that is known."""
-    found = function_below(x)
-    return None if found is None or str(found.__module__).startswith(_KNOWN) else found
 
 
 def _lines(code: types.CodeType) -> Iterator[int]:

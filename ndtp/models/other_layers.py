@@ -8,7 +8,6 @@ learned positions are, every rank looks up for its own features alone.
 from __future__ import annotations
 
 import dis
-import inspect
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from torch import nn
 
 from ndtp.algebra.layout import Layout
 from ndtp.models.adopted import Adopted
-from ndtp.models.forward_code import function_below, parts_of
+from ndtp.models.forward_code import functions_of, parts_of
 from ndtp.models.named_plan import BY_PLAN
 from ndtp.models.projections import place_projection
 from ndtp.models.roles import features, is_linear, is_wrapper
@@ -86,16 +85,10 @@ def _table(split: Placing, name: str, module: nn.Embedding, parent: Any) -> None
 
 def reads(module: object, *names: str) -> bool:
     """Return whether the code of a module's forward, with methods of its own, reads the numbers of an attribute."""
-    kind, waiting, seen = type(module), ["forward"], set()
-    while waiting:
-        method = function_below(inspect.getattr_static(kind, waiting.pop(), None))
-        if method is None or method in seen or str(method.__module__).startswith("torch."):
-            continue
-        seen.add(method)
-        for part in parts_of(method.__code__):
+    for function in functions_of(type(module), beside=False):
+        for part in parts_of(function.__code__):
             taken = [step.argval for step in dis.get_instructions(part) if step.opname in ("LOAD_ATTR", "LOAD_METHOD")]
             for name, after in zip(taken, (*taken[1:], ""), strict=False):
                 if name in names and after not in FACTS:
                     return True
-            waiting += part.co_names
     return False

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-import types
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import nn
 
-from ndtp.models.forward_code import function_below, parts_of
+from ndtp.models.forward_code import functions_of, parts_of
 from ndtp.models.local_heads import FEATURES, HEADS, KV_HEADS
 from ndtp.models.part_settings import PartSettings
 from ndtp.models.proof import why_not
@@ -39,29 +37,12 @@ def tokens_beyond(model: nn.Module, attention: Sequence[tuple[nn.Module, int]], 
 def _numbers(module: nn.Module) -> Iterator[int]:
     """Yield the integers that the code of a module's forward has in it, or reads of the module and its config."""
     own, config = vars(module), vars(module).get("config")
-    waiting = [inspect.getattr_static(type(module), "forward", None)]
-    seen = set()
-    while waiting:
-        method = function_below(waiting.pop())
-        if method is None or method in seen or str(method.__module__).startswith("torch."):
-            continue
-        seen.add(method)
-        waiting += [cell.cell_contents for cell in method.__closure__ or () if _is_filled(cell)]
-        for code in parts_of(method.__code__):
+    for function in functions_of(type(module)):
+        for code in parts_of(function.__code__):
             values = [x for each in code.co_consts for x in (each if isinstance(each, tuple) else (each,))]
             for name in set(code.co_names) - SIZES:
                 values += [own.get(name), getattr(config, name, None)]
-                function = function_below(method.__globals__.get(name))
-                is_beside = function is not None and function.__module__ == method.__module__
-                waiting += [inspect.getattr_static(type(module), name, None), *([function] if is_beside else [])]
             yield from (x for x in values if type(x) is int)
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        return isinstance(cell.cell_contents, types.FunctionType)
-    except ValueError:  # of a name that has no value yet
-        return False
 
 
 class Proofs:
