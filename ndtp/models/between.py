@@ -26,10 +26,13 @@ from ndtp.nn.dropout import drop
 from ndtp.nn.padding import RowBlocks
 from ndtp.ops.products import relayout
 from ndtp.runtime.process_grid import ProcessGrid
+from ndtp.split.elementwise import named
 from ndtp.split.hooked_gradients import gradient, gradients, hooked
 from ndtp.split.spec import ShardForm
+from ndtp.split.tensor import FACTS as OF_ANY
+from ndtp.split.tensor import getters, name_of
 
-# By name: as functions of torch and of torch.nn.functional, as methods, in place (`relu_`) and as operators.
+# By name, see `ndtp.split.elementwise.named`.
 ELEMENTWISE = (
     "abs", "absolute", "bfloat16", "celu", "clamp", "clamp_max", "clamp_min", "clip", "clone", "contiguous", "cos",
     "detach", "double", "elu", "erf", "exp", "expm1", "float", "gelu", "half", "hardshrink", "hardsigmoid",
@@ -41,37 +44,17 @@ ELEMENTWISE = (
     "add", "div", "divide", "eq", "ge", "gt", "le", "lt", "masked_fill", "maximum", "minimum", "mul", "multiply", "ne",
     "pow", "rsub", "sub", "subtract", "true_divide", "truediv", "view_as", "where",
 )  # fmt: skip
-PLACES = (torch, F, torch._C._nn, Tensor)
-
-
-def _named(*names: str) -> set[Any]:
-    forms = [form for name in names for form in (name, f"{name}_", f"__{name}__", f"__r{name}__", f"__i{name}__")]
-    return {getattr(place, form) for place in PLACES for form in forms if hasattr(place, form)}
-
-
-def getters(*names: str) -> set[object]:
-    return {getattr(Tensor, name).__get__ for name in names}
-
-
-KNOWN = _named(*ELEMENTWISE)
-IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
+KNOWN = set(named(ELEMENTWISE))
 DROPOUTS = {F.dropout, torch.dropout, torch.dropout_}
-CASTS = _named("bfloat16", "double", "float", "half", "to", "type_as")
+CASTS = set(named(("bfloat16", "double", "float", "half", "to", "type_as")))
 # What does not depend on the numbers, nor on how they lie.
-FACTS = {
-    *getters(
-        "_backward_hooks", "_grad", "_version", "device", "dtype", "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf",
-        "is_meta", "is_nested", "is_quantized", "is_sparse", "layout", "output_nr", "requires_grad",
-    ),
-    Tensor.__hash__, Tensor.as_subclass, Tensor.get_device, Tensor.is_complex, Tensor.is_floating_point,
-    torch.is_complex, torch.is_floating_point,
-}  # fmt: skip
+FACTS = OF_ANY | {*getters("_grad", "grad"), Tensor.as_subclass}
 GRADIENTS: dict[Any, Callable[..., Any]] = {
     Tensor.register_hook: hooked,
     **dict.fromkeys(getters("grad", "_grad"), gradient),
     torch.autograd.grad: gradients,
 }
-SIZES = getters("ndim", "shape") | {Tensor.__len__, Tensor.dim, Tensor.numel, Tensor.size, torch.numel}
+SIZES = {*getters("ndim", "shape"), Tensor.__len__, Tensor.dim, Tensor.numel, Tensor.size, torch.numel}
 
 
 @dataclass(frozen=True)
@@ -146,13 +129,13 @@ class Between(Tensor):
         if func in DROPOUTS:
             return _dropout(func, passage, *args, **kwargs)
         if func not in KNOWN:
-            passage.refuse(f"{_name(func)}, which is not known to act element by element,")
+            passage.refuse(f"{name_of(func)}, which is not known to act element by element,")
         is_mixed = len(mine) != len(tensors)
         if is_mixed and not is_in_backward():
-            passage.refuse(f"{_name(func)} with a tensor from elsewhere")
+            passage.refuse(f"{name_of(func)} with a tensor from elsewhere")
         for other in mine:
             if other.passage != passage:
-                passage.refuse(f"{_name(func)} with what '{other.passage.came_from}' gave, {other.passage.shape},")
+                passage.refuse(f"{name_of(func)} with what '{other.passage.came_from}' gave, {other.passage.shape},")
         # On plain tensors: what autograd keeps of them is used in backward, where nothing of this holds.
         shards = [leave(operand) if type(operand) is cls else operand for operand in args]
         named = {name: leave(operand) if type(operand) is cls else operand for name, operand in kwargs.items()}
@@ -162,7 +145,7 @@ class Between(Tensor):
                 if result is shard:  # in place, or nothing to do
                     return operand
             if not isinstance(result, Tensor) or result.shape != mine[0].shape:
-                passage.refuse(f"{_name(func)}, which gives another shape,")
+                passage.refuse(f"{name_of(func)}, which gives another shape,")
         return result if is_mixed else enter(result, passage)
 
 
@@ -212,12 +195,6 @@ def _shard(x: Tensor, passage: PairPassage, width: int) -> Tensor:
     return relayout(rows, passage.outside, passage.layout, passage.mesh, f"{passage.came_from} gradient")
 
 
-def writes(func: object) -> bool:
-    """Return whether a function of torch changes its first operand, by its name."""
-    name = str(getattr(func, "__name__", ""))
-    return name == "__setitem__" or name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-
-
 def _tensors(operands: Sequence[object]) -> list[Any]:
     found = []
     for operand in operands:
@@ -228,22 +205,12 @@ def _tensors(operands: Sequence[object]) -> list[Any]:
     return found
 
 
-def _name(func: Any) -> str:
-    """`softmax`; of an attribute that is read, its own name."""
-    name = str(getattr(func, "__name__", func))
-    if name in ("__get__", "__set__"):
-        name = "." + str(getattr(func.__self__, "__name__", "attribute"))
-    return name.strip("_")
-
-
 def _dropout(
     func: TorchFunction, passage: PairPassage, x: Between, p: float = 0.5, *args: object, **kwargs: object
 ) -> Between:
     """`F.dropout` and `torch.dropout`, with this rank's part of one mask for the whole."""
-    is_on, inplace = (*args, *kwargs.values(), False)[:2] if args or kwargs else (True, False)
-    if not 0.0 <= p <= 1.0:
-        raise ValueError(f"dropout: p={p} is not in [0, 1]")
-    if not is_on or p == 0.0:
+    inplace = (*args, *kwargs.values(), False, False)[1]
+    if is_dropout_off(func, p, *args, **kwargs):
         return x
     shard = leave(x)
     dropped = drop(shard, p, passage.layout, passage.mesh, passage.features, passage.rows)

@@ -22,7 +22,7 @@ from ndtp.algebra.layout import Layout
 from ndtp.compute.constants import constant_on, inverse_on
 from ndtp.compute.torch_calls import Arguments, Keywords, TorchFunction
 from ndtp.errors import LayoutError
-from ndtp.models.between import DROPOUTS, FACTS, GRADIENTS, KNOWN, SIZES, is_dropout_off, is_in_backward, writes
+from ndtp.models.between import DROPOUTS, FACTS, GRADIENTS, KNOWN, SIZES, is_dropout_off, is_in_backward
 from ndtp.models.frame import Frame, Passage
 from ndtp.models.rows import broadcasts, is_brought, rows_of
 from ndtp.nn.dropout import drop
@@ -34,15 +34,10 @@ from ndtp.split.copies import Tie, share_memory, version_of, written
 from ndtp.split.functions import OTHER_KINDS
 from ndtp.split.gathered_operands import GatheredOperands
 from ndtp.split.spec import ShardForm
-from ndtp.split.tensor import Linked, SplitTensor, answer, in_torchs_words
+from ndtp.split.tensor import Linked, SplitTensor, answer, in_torchs_words, writes
 from ndtp.split.whole_views import WholeView, entered
 
-OWN = FACTS | {
-    Tensor.is_contiguous,
-    Tensor.requires_grad_,
-    Tensor.retain_grad,
-    Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
-}
+OWN = FACTS | {Tensor.is_contiguous}
 SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
 RESHAPES = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.unflatten}
 FORMS: dict[Any, Callable[..., Any]] = {}  # functions that know how an activation lies, see `hidden_forms`

@@ -20,13 +20,13 @@ from torch import Tensor
 from ndtp.compute.constants import indices_on
 from ndtp.compute.torch_calls import Arguments, AutogradContext, Keywords, TorchFunction
 from ndtp.errors import LayoutError
-from ndtp.models.between import DROPOUTS, KNOWN, SIZES, getters, is_dropout_off, writes
+from ndtp.models.between import DROPOUTS, KNOWN, SIZES, is_dropout_off
 from ndtp.models.hidden import PARTS, RESHAPES, Hidden, for_every_row, leave
 from ndtp.models.rows import picked_rows
 from ndtp.models.same_hooks import compare_hooks
 from ndtp.models.waiting import Call
 from ndtp.split.copies import version_of as version_of_split
-from ndtp.split.tensor import in_torchs_words, mapped
+from ndtp.split.tensor import getters, in_torchs_words, mapped, writes
 from ndtp.split.whole_views import WholeView
 
 if TYPE_CHECKING:

@@ -28,16 +28,18 @@ class Placeholder(Tensor):
                 return func(*args, **(kwargs or {}))
         if func in SIZES:
             return func(torch.empty(args[0].seen, device="meta"), *args[1:], **(kwargs or {}))
-        if (func in CASTS or func in DROPOUTS) and isinstance(args[0], Placeholder):  # in front of an adapter
-            return placeholder(func(args[0].source, *args[1:], **(kwargs or {})), args[0].seen)
-        if any(isinstance(x, Hidden) for x in args):  # a residual, added to what the module gives
-            given = [x.source if isinstance(x, Placeholder) else x for x in args]
-            return func(*given, **(kwargs or {}))
-        name = str(getattr(func, "__name__", func)).strip("_")
         mine = next(x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Placeholder))
-        if mine.is_added_to(args):
-            return func(*[x.source if isinstance(x, Placeholder) else x for x in args], **(kwargs or {}))
-        lies = mine.source.passage if isinstance(mine.source, Hidden) else tuple(mine.source.shape)
+        return mine.used_by(func, args, kwargs or {})
+
+    def used_by(self, func: TorchFunction, args: Arguments, kwargs: Keywords) -> object:
+        """Return what a function gives that does more with hidden states than to ask for their sizes."""
+        if (func in CASTS or func in DROPOUTS) and isinstance(args[0], Placeholder):  # in front of an adapter
+            return placeholder(func(args[0].source, *args[1:], **kwargs), args[0].seen)
+        # A residual, added to what the module gives.
+        if any(isinstance(x, Hidden) for x in args) or self.is_added_to(args):
+            return func(*[x.source if isinstance(x, Placeholder) else x for x in args], **kwargs)
+        name = str(getattr(func, "__name__", func)).strip("_")
+        lies = self.source.passage if isinstance(self.source, Hidden) else tuple(self.source.shape)
         raise LayoutError(
             f"parallelize: an attention module computes {name} of its hidden states before it projects them, which are "
             f"split: {lies}\n  fix: leave its projections whole, by keep=; of adapters that were "

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from ndtp.compute.torch_calls import Arguments, Keywords, TorchFunction
 from ndtp.models.attention_inputs import BIASES, HIDDEN, PASSED, is_batched, kv_heads_of
-from ndtp.models.between import CASTS, DROPOUTS, FACTS, SIZES
+from ndtp.models.between import CASTS, DROPOUTS
 from ndtp.models.fused_order import heads_in_order
 from ndtp.models.local_heads import take_heads
 from ndtp.models.of_heads import Beside, beside
@@ -43,15 +43,7 @@ class IsHidden(Exception):
 class Unread(Placeholder):
     """Hidden states of a trial: to be projected, nothing else."""
 
-    @classmethod
-    def __torch_function__(
-        cls, func: TorchFunction, types: object, args: Arguments = (), kwargs: Keywords | None = None
-    ) -> object:
-        if func in FACTS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        if func in SIZES:
-            return func(torch.empty(args[0].seen, device="meta"), *args[1:], **(kwargs or {}))
+    def used_by(self, func: TorchFunction, args: Arguments, kwargs: Keywords) -> object:
         if func in CASTS | DROPOUTS and isinstance(args[0], Unread):
             return args[0]
         back = next((x for x in args if isinstance(x, LedBack)), None)
