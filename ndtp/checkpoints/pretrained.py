@@ -22,7 +22,7 @@ from ndtp.checkpoints.dense_files import FILE_BYTES, UNFINISHED, check_writable,
 from ndtp.checkpoints.export_folder import ExportFolder
 from ndtp.checkpoints.folder import Written
 from ndtp.checkpoints.pieces import Staged, Whole, whole_of
-from ndtp.checkpoints.safetensors_file import BLOCK_BYTES, Writer
+from ndtp.checkpoints.safetensors_file import BLOCK_BYTES, write_file
 from ndtp.errors import warn
 from ndtp.models.placing import stock_model
 from ndtp.models.saving import blocks
@@ -116,13 +116,7 @@ class _Files:
 
     def _write(self) -> None:
         path = self.folder / f"{len(self.written) + 1:05}.safetensors"
-        writer, complete = Writer(path, {key: (x.dtype, x.shape) for key, x in self.waiting.items()}), False
-        try:
-            for key, x in self.waiting.items():
-                writer.write(key, 0, x)
-            complete = True
-        finally:
-            facts = writer.close(complete)
+        facts = write_file(path, self.waiting)
         self.written.append((Written(path.name, *facts), {key: _size(x) for key, x in self.waiting.items()}))
         self.waiting = {}
 

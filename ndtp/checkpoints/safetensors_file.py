@@ -325,3 +325,17 @@ class Writer:
         size = self._steps[key] * math.prod(shape[1:]) * dtype.itemsize
         at = start + block * size
         return crc32(os.pread(self._file.fileno(), min(size, end - at), self._base + at))
+
+
+def write_file(
+    path: Path, tensors: Mapping[str, Tensor], offsets: Mapping[str, Sequence[int]] | None = None
+) -> tuple[int, int]:
+    """Write a file of whole tensors; return what `Writer.close` does."""
+    writer, complete = Writer(path, {key: (x.dtype, x.shape) for key, x in tensors.items()}, offsets), False
+    try:
+        for key, x in tensors.items():
+            writer.write(key, 0, x)
+        complete = True
+    finally:
+        facts = writer.close(complete)
+    return facts

@@ -24,7 +24,7 @@ from ndtp.checkpoints.folder import Content, FolderSwap, Written
 from ndtp.checkpoints.optimizer_state import Kept, fresh_state, kept_by, names_in, restore_groups, together
 from ndtp.checkpoints.parts import Part
 from ndtp.checkpoints.pieces import Piece, Staged, Whole, whole_of
-from ndtp.checkpoints.safetensors_file import NAMES, Writer
+from ndtp.checkpoints.safetensors_file import NAMES, write_file
 from ndtp.errors import CheckpointError, warn
 from ndtp.models.state_entries import replaced, tensors_of
 from ndtp.runtime.crew import failure_of
@@ -182,17 +182,11 @@ class Saving:
             at[key] = (start, box)
         for i, boxes in enumerate(rounds):
             name = f"rank-{self.crew.rank:05}{f'-{i + 1}' if i else ''}.safetensors"
-            tensors = {key: (box.dtype, box.shape) for key, (_, box) in boxes.items()}
-            writer, whole = (
-                Writer(self._exchange.partial / name, tensors, {k: at for k, (at, _) in boxes.items()}),
-                False,
+            facts = write_file(
+                self._exchange.partial / name,
+                {key: box for key, (_, box) in boxes.items()},
+                {key: at for key, (at, _) in boxes.items()},
             )
-            try:
-                for key, (_, box) in boxes.items():
-                    writer.write(key, 0, box)
-                whole = True
-            finally:
-                facts = writer.close(whole)
             self._written.append(Written(name, *facts))
 
     def wait(self) -> None:
