@@ -13,7 +13,7 @@ from ndtp.compute.attention import Drop, Sees, attend
 from ndtp.compute.rotary import Rotary
 from ndtp.errors import LayoutError
 from ndtp.nn.attention_dropout import AttentionDropout
-from ndtp.nn.fused_keys import fused_keys
+from ndtp.nn.fused_keys import ORDERS, FusedKeys, fused_keys
 
 Positions = Callable[[Tensor, Tensor], Tensor]  # of x [rows, heads, d] at positions [rows]
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -258,22 +258,18 @@ def split_projections(
     Raises:
         LayoutError: features that make no such heads, or another order.
     """
-    shared, rows = heads // kv_heads, fused.out_features
-    if order not in ("parts", "groups") or heads % kv_heads or rows % (heads + 2 * kv_heads):
+    rows = fused.out_features
+    if order not in ORDERS or heads % kv_heads or rows % (heads + 2 * kv_heads):
         raise LayoutError(
             f"split_projections: {rows} features in the order {order!r} are not those of {heads} heads and twice "
             f"{kv_heads} more\n  fix: order 'parts' or 'groups', and heads that divide"
         )
-    dim = rows // (heads + 2 * kv_heads)
+    keys = FusedKeys("", order, heads, kv_heads)
+    parts = {name: keys.split(parameter.detach()) for name, parameter in fused.named_parameters()}
     layers = []
-    for part, (first, count) in enumerate(((0, shared), (shared, 1), (shared + 1, 1))):
-        layer = nn.Linear(fused.in_features, kv_heads * count * dim, fused.bias is not None, device="meta")
+    for i, weight in enumerate(parts["weight"]):
+        layer = nn.Linear(fused.in_features, len(weight), fused.bias is not None, device="meta")
         for name, parameter in fused.named_parameters():
-            if order == "groups":
-                grouped = parameter.detach().unflatten(0, (kv_heads, shared + 2, dim))
-                own = grouped[:, first : first + count].flatten(0, 2)
-            else:
-                own = parameter.detach().split([heads * dim, kv_heads * dim, kv_heads * dim])[part]
-            setattr(layer, name, nn.Parameter(own.clone(), parameter.requires_grad))
+            setattr(layer, name, nn.Parameter(parts[name][i].clone(), parameter.requires_grad))
         layers.append(layer)
     return layers[0], layers[1], layers[2]
