@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
@@ -25,6 +25,7 @@ from ndtp.errors import LayoutError
 from ndtp.nn.dropout import drop
 from ndtp.nn.padding import RowBlocks
 from ndtp.ops.products import relayout
+from ndtp.runtime.arrival import tensors_in
 from ndtp.runtime.process_grid import ProcessGrid
 from ndtp.split.elementwise import named
 from ndtp.split.hooked_gradients import gradient, gradients, hooked
@@ -114,7 +115,7 @@ class Between(Tensor):
         cls, func: TorchFunction, types: object, args: Arguments = (), kwargs: Keywords | None = None
     ) -> object:
         kwargs = kwargs or {}
-        tensors = _tensors((*args, *kwargs.values()))
+        tensors = tensors_in((args, kwargs))
         mine = [tensor for tensor in tensors if type(tensor) is cls]
         passage = mine[0].passage
         if func in FACTS and func not in GRADIENTS:
@@ -193,16 +194,6 @@ def _shard(x: Tensor, passage: PairPassage, width: int) -> Tensor:
     rows = x.reshape(-1, passage.features)
     rows = F.pad(rows, (0, features - passage.features, 0, passage.rows.padded - passage.rows.real))
     return relayout(rows, passage.outside, passage.layout, passage.mesh, f"{passage.came_from} gradient")
-
-
-def _tensors(operands: Sequence[object]) -> list[Any]:
-    found = []
-    for operand in operands:
-        if isinstance(operand, Tensor):
-            found.append(operand)
-        elif isinstance(operand, (list, tuple)):
-            found += _tensors(operand)
-    return found
 
 
 def _dropout(

@@ -8,7 +8,7 @@ that every rank has, and the split one is gathered for it, one tensor at a time,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from ndtp.compute.torch_calls import Arguments, TorchFunction
 from ndtp.errors import LayoutError
-from ndtp.runtime.arrival import is_plain
+from ndtp.runtime.arrival import is_plain, tensors_in
 from ndtp.runtime.grid_parts import on_every_rank
 from ndtp.runtime.grid_tensor import GridTensor
 
@@ -37,12 +37,12 @@ class as_dense(TorchFunctionMode):  # used as `with ndtp.nn.as_dense():`
 
     def __torch_function__(self, func: TorchFunction, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs, name = kwargs or {}, str(getattr(func, "__name__", ""))
-        tensors = _tensors((args, kwargs))
+        tensors = tensors_in((args, kwargs))
         split = [x for x in tensors if not is_plain(x)]
         if not split or name in AS_THEY_ARE:
             return func(*args, **kwargs)
         if any(map(_is_of_numbers, tensors)):
-            written = _tensors((_written(name, args), kwargs.get("out")))
+            written = tensors_in((_written(name, args), kwargs.get("out")))
             is_whole = all(map(is_plain, written))  # of what is written, if anything
             if name.startswith(FUSED) and _are_mixed(_written(name, args)):
                 raise LayoutError(
@@ -78,14 +78,6 @@ def _writes(name: str) -> bool:
 def _is_of_numbers(x: Tensor) -> bool:
     """Whether a plain tensor is more than a number, which DTensors take: a mask without dims is an index as well."""
     return is_plain(x) and (x.dim() > 0 or x.dtype is torch.bool)
-
-
-def _tensors(x: object) -> list[Tensor]:
-    if isinstance(x, Tensor):
-        return [x]
-    if isinstance(x, Mapping):
-        x = list(x.values())
-    return [tensor for each in x for tensor in _tensors(each)] if isinstance(x, (list, tuple)) else []
 
 
 def _mapped(change: Callable[[Tensor], Tensor], x: Any) -> Any:

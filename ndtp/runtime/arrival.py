@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -211,3 +211,12 @@ def taken_in(x: Tensor, numbers: ArrivalNumbers, parameter: Tensor) -> tuple[Ten
     node: Any = local.grad_fn
     node._set_sequence_nr(numbers.exchange(node._sequence_nr()))
     return local, deferred
+
+
+def tensors_in(x: object) -> list[Tensor]:
+    """Return the tensors among the operands of a function, or its results, in lists, tuples and mappings as well."""
+    if isinstance(x, Tensor):
+        return [x]
+    if isinstance(x, Mapping):
+        x = list(x.values())
+    return [found for each in x for found in tensors_in(each)] if isinstance(x, (list, tuple)) else []

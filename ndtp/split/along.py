@@ -129,18 +129,14 @@ def _entered(result: Any, spec: Spec, dims: Sequence[int]) -> Any:
     for d in range(count):
         if where[d] is not None and d not in dims:
             sizes[where[d]] = spec.sizes[d]  # type: ignore[index]
-    if not spec.split_dims:
-        return (
-            result if not spec.axes and not sizes else enter(result.view_as(result), with_dims_at(spec, sizes, where))
-        )
+    if not spec.axes and not sizes:
+        return result
     return enter(result.view_as(result), with_dims_at(spec, sizes, where))
 
 
 def _over_split(func: TorchFunction, x: SplitTensor, dims: list[int], args: Sequence[Any], kwargs: Keywords) -> object:
     """Apply a function along dims that axes split: its statistics move, and not the tensor."""
     name = func.__name__
-    if name == "amax" or name == "amin":
-        return NotImplemented
     if name in ("var", "std"):
         return _variance(name, x, dims, args, kwargs)
     if name in ("any", "all") and x.dtype == torch.bool:

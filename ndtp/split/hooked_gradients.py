@@ -20,7 +20,7 @@ from ndtp.collectives.torch_patches import replaced
 from ndtp.compute.torch_calls import Arguments, TorchFunction
 from ndtp.compute.traces import refuse_batched
 from ndtp.errors import LayoutError
-from ndtp.runtime.arrival import is_plain, wrapped
+from ndtp.runtime.arrival import is_plain, tensors_in, wrapped
 from ndtp.runtime.grid_parts import part_of
 from ndtp.split.moving import cut, moved
 from ndtp.split.spec import ShardForm, Spec
@@ -232,7 +232,7 @@ def _refusing(given: Callable[..., None]) -> Callable[..., None]:
     """Refuse a hook of `register_backward_hook` on a split result; torch calls this where it has registered one."""
 
     def _maybe_warn_non_full_backward_hook(module: object, args: Arguments, result: object, grad_fn: object) -> None:
-        if any(form_of(x) is not None for x in _tensors(result)):
+        if any(form_of(x) is not None for x in tensors_in(result)):
             raise LayoutError(
                 f"register_backward_hook on {type(module).__name__}: such a hook gets the gradients of the last "
                 "operation inside of the module, which on a grid is another one, on one rank's shard\n"
@@ -242,12 +242,6 @@ def _refusing(given: Callable[..., None]) -> Callable[..., None]:
         given(module, args, result, grad_fn)
 
     return _maybe_warn_non_full_backward_hook
-
-
-def _tensors(result: Any) -> list[Any]:
-    if isinstance(result, Tensor):
-        return [result]
-    return list(result.values() if isinstance(result, dict) else result)
 
 
 def guard_backward_hooks() -> None:

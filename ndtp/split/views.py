@@ -252,7 +252,7 @@ def _regrouped(
         return [axes[0]], [padded[0]]
     first = next((d for d, size in enumerate(old) if size > 1), 0)
     if len(split) > 1:
-        return _of_several(spec, old, axes, padded, new)
+        return split[-1]  # the minor ones are in the way
     d = split[0]
     if d != first:
         return d
@@ -267,13 +267,6 @@ def _regrouped(
     out_padded = list(new)
     out_axes[target], out_padded[target] = axes[d], total // rest_new
     return out_axes, out_padded
-
-
-def _of_several(
-    spec: Spec, old: Sequence[int], axes: Sequence[Axes], padded: Sequence[int], new: Sequence[int]
-) -> tuple[list[Axes], list[int]] | int:
-    """Return the split of a group in which more than one dim is split, where the minor ones are in the way."""
-    return max(d for d, names in enumerate(axes) if names)
 
 
 @rule(Tensor.expand, Tensor.expand_as, Tensor.broadcast_to, torch.broadcast_to)
