@@ -33,11 +33,8 @@ def request_for(
     """Return the planner's request for all pairs on one grid, with rows that are not split outside of them."""
     if not pairs:
         raise LayoutError("parallelize: scheme='auto' found no Linear to plan for; name layers in plan=")
-    profile = Hardware.load(hardware)
-    if dtype not in SIZES or dtype not in profile.tflops:
-        raise LayoutError(f"parallelize: scheme='auto' has no rate of {dtype} products on hardware {profile.name!r}")
-    blocks = tuple(Block.mlp(tokens, hidden, inner, gated) for hidden, inner, gated in pairs)
-    return Request(blocks, ranks, profile, dtype=dtype, fixed={"dp": 1}, wire=wire)
+    blocks = [Block.mlp(tokens, hidden, inner, gated) for hidden, inner, gated in pairs]
+    return whole_request(blocks, ranks, hardware, dtype, wire)
 
 
 def whole_request(

@@ -138,17 +138,26 @@ def _settle(members: Sequence[Any], rows: Tensor, key: Hashable) -> Settled | No
         if weight is None or weight.dtype != rows.dtype or weight.device != rows.device:
             return None  # the program says why it does not fit
     layers = [member.weight_and_bias(rows) for member in members]
-    weights, biases = [local_of(weight) for weight, _ in layers], [b if b is None else local_of(b) for _, b in layers]
-    found = [uses_of(member, ("weight", "bias"), pair) for member, pair in zip(members, layers, strict=True)]
     parts = first.parts if len(members) > 1 else 1  # the result of one may be split less than its weight
     product = FewRows(first.plan, first.mesh, parts)
-    widths = [weight.shape[first.features_dim] // parts for weight in weights]
+    widths = [local_of(weight).shape[first.features_dim] // parts for weight, _ in layers]
 
     def run(rows: Tensor, shards: Sequence[Tensor | None]) -> list[Tensor]:
         y = product(rows, shards[::2], shards[1::2])  # type: ignore[arg-type]
         return [y] if len(widths) == 1 else [part.contiguous() for part in y.split(widths, dim=1)]
 
+    return settle(members, layers, key, run)
+
+
+def settle(members: Sequence[Any], layers: Sequence[Any], key: Hashable, run: Callable[..., Any]) -> Settled:
+    """Return the operation `run` of layers of one input, settled where they compute with their own parameters.
+
+    Args:
+        layers: weight and bias of each as they were found; what was reordered or computed is of this call alone.
+        run: takes rows, and the shards of all weights and biases.
+    """
+    found = [uses_of(member, ("weight", "bias"), pair) for member, pair in zip(members, layers, strict=True)]
     if None not in found:
-        return first.settled.add(key, Settled([use for uses in found for use in uses or ()], run))
-    both = [x for pair in zip(weights, biases, strict=True) for x in pair]  # reordered, or computed: of this call alone
+        return members[0].settled.add(key, Settled([use for uses in found for use in uses or ()], run))  # type: ignore
+    both = [None if p is None else local_of(p) for pair in layers for p in pair]
     return Settled((), lambda rows, _: run(rows, both))

@@ -30,13 +30,12 @@ from ndtp.algebra.steps import Step
 from ndtp.compute.constants import constant_on
 from ndtp.models.frame import Frame, Passage, led_to
 from ndtp.models.hidden import Hidden, enter, leave
-from ndtp.models.settled import MOST_SETTLED, Settled, Settlements, uses_of
+from ndtp.models.settled import MOST_SETTLED, Settled, Settlements, settle
 from ndtp.models.shared_input import SharedInput
 from ndtp.nn.padding import zero_padding
 from ndtp.nn.sharded import Lies
 from ndtp.ops.few_rows import is_inference
 from ndtp.ops.moving import way_of
-from ndtp.runtime.arrival import local_of
 from ndtp.runtime.grid_like import GridLike
 
 if TYPE_CHECKING:
@@ -305,12 +304,7 @@ def with_all_rows(rows: Tensor, layer: StationaryLayer, given: Passage, inner: L
 def _settle(members: Sequence[StationaryLayer], rows: Tensor, axes: Axes, key: Hashable) -> Settled:
     first = members[0]
     layers = [(member.checked("weight", member.held("weight"), rows), member.held("bias")) for member in members]
-    both = [None if p is None else local_of(p) for layer in layers for p in layer]
-    run = WholeProduct(members, axes, rows.shape[1], first.mesh)
-    found = [uses_of(member, ("weight", "bias"), pair) for member, pair in zip(members, layers, strict=True)]
-    if None not in found:
-        return first.settled.add(key, Settled([use for uses in found for use in uses or ()], run))
-    return Settled((), lambda rows, _: run(rows, both))  # type: ignore[arg-type]  # computed weights: of this call alone
+    return settle(members, layers, key, WholeProduct(members, axes, rows.shape[1], first.mesh))
 
 
 class WholeProduct:
