@@ -200,26 +200,28 @@ def _compare(tried: Tried, call: SeenCall, training: bool, splits: int) -> None:
     chosen = sorted({part * splits // parts for part in range(parts)})
     halves = [slice(0, 1), slice(1, call.batch)]
     shares = [Share(role, halves[i % 2], part, splits) for i, part in enumerate(chosen if splits > 1 else (0, 0))]
-    try:
-        whole, given = _run(tried, call, None, drawn)
-    except Mixes:
-        raise
-    except Exception as error:
-        raise Mixes(f"its code could not be tried: {type(error).__name__}: {_line(error)}") from error
+    whole, given = _tried(tried, call, None, drawn, "could not be tried")
     for share in shares:
         what = f"{len(share.heads)} of its {role.heads} heads" if splits > 1 else "some of its sequences"
-        try:
-            result, mine = _run(tried, call, share, drawn)
-        except Mixes:
-            raise
-        except Exception as error:
-            raise Mixes(f"its code does not run on {what}: {type(error).__name__}: {_line(error)}") from error
+        result, mine = _tried(tried, call, share, drawn, f"does not run on {what}")
         _same(given, mine, lambda x, s=share: x[s.rows][..., s.of_heads(s.heads)], what)  # type: ignore[misc]
         for key, x in whole.items():
             if key not in result:
                 raise Mixes(f"its code gives other results on {what}")
             shape = result[key].shape
             _same([x], [result[key]], lambda x, s=share, to=shape: _taken(x, to, s), what)  # type: ignore[misc]
+
+
+def _tried(
+    tried: Tried, call: SeenCall, share: Share | None, drawn: dict[Any, Any], what: str
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Run the code; an error of its own is one that says what it cannot do."""
+    try:
+        return _run(tried, call, share, drawn)
+    except Mixes:
+        raise
+    except Exception as error:
+        raise Mixes(f"its code {what}: {type(error).__name__}: {_line(error)}") from error
 
 
 def _same(whole: Sequence[Tensor], share: Sequence[Tensor], take: Callable[[Tensor], Tensor | None], what: str) -> None:
