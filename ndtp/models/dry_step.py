@@ -22,10 +22,9 @@ from torch.overrides import TorchFunctionMode
 from ndtp.algebra.volume import Volume
 from ndtp.compute.torch_calls import Arguments, Keywords, TorchFunction
 from ndtp.errors import LayoutError
-from ndtp.models.cached_results import forgotten_fake_results
 from ndtp.models.forms import forms_of_results
 from ndtp.models.hidden import Hidden, leave
-from ndtp.models.state_beside import random_kept
+from ndtp.models.state_beside import kept_beside, random_kept
 from ndtp.nn.sharded import shadow_of
 from ndtp.runtime.process_grid import ProcessGrid
 from ndtp.split.tensor import SplitTensor
@@ -80,7 +79,7 @@ def step_volume(model: nn.Module, mesh: ProcessGrid, given: Mapping[str, object]
         for name, x in given.items()
     }
     with ExitStack() as ending:
-        ending.enter_context(forgotten_fake_results(model))
+        ending.enter_context(kept_beside(model))
         for each in (
             random_kept(),
             torch.enable_grad(),

@@ -10,11 +10,11 @@ import contextlib
 import copy
 import inspect
 import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -180,19 +180,11 @@ def seeded(seed: int = 0) -> Iterator[None]:
 
     The program's own numbers go on afterwards as if nothing had been drawn.
     """
-    numpy, state = sys.modules.get("numpy"), random.getstate()
-    of_numpy = None if numpy is None else numpy.random.get_state()
     with random_kept(), torch.no_grad(), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would seed all devices
         random.seed(seed)
-        if numpy is not None:
-            numpy.random.seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(state)
-            if numpy is not None:
-                numpy.random.set_state(of_numpy)
+        np.random.seed(seed)
+        yield
 
 
 def skeleton(module: nn.Module, unread: Sequence[str] = ()) -> Any:

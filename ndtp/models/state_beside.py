@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import random
 import sys
 import types
@@ -22,8 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from ndtp.models.cached_results import forgotten_fake_results, holds_fake
 from ndtp.models.forward_code import parts_of
 
 _FOREIGN = {"torch", "builtins", "ndtp", "numpy", "typing", "collections", "functools", "abc", "math", "os", "sys"}
@@ -34,6 +35,7 @@ _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.
 _MOST, _MOST_LOOKED_INTO = 100_000, 1000  # entries of a container
 _LARGEST = 1 << 20  # elements of a tensor
 _GONE = object()
+_LINK = "_lru_list_elem"  # an entry of a bounded cache
 
 
 @contextmanager
@@ -49,8 +51,7 @@ def kept_beside(model: nn.Module) -> Iterator[None]:
         for each in list(vars(part).values()):
             kept.look_at(each)
     try:
-        with forgotten_fake_results(model):
-            yield
+        yield
     finally:
         kept.put_back()
 
@@ -93,6 +94,7 @@ class _Kept:
         elif kind is types.MethodType:
             return [value.__func__]
         elif kind is functools._lru_cache_wrapper:
+            self._undo.append(partial(_without_fakes, value))
             return [value.__wrapped__]
         elif kind is property:
             return [value.fget]
@@ -232,3 +234,24 @@ def random_kept(devices: Iterable[object] = ()) -> Iterator[None]:
     finally:
         random.setstate(of_python)
         np.random.set_state(of_numpy)
+
+
+def _without_fakes(cache: Any) -> None:
+    """Empty the cache of a function that has results without numbers, of which a real run would get one."""
+    if holds_fake(cache):
+        cache.cache_clear()
+
+
+def _is_fake(x: Any) -> bool:
+    kind = type(x)  # not `isinstance`, which runs code of objects that pass for others
+    return issubclass(kind, FakeTensor) or (issubclass(kind, Tensor) and x.is_meta)
+
+
+def holds_fake(cache: object, depth: int = 4) -> bool:
+    waiting: list[Any] = [cache]
+    for _ in range(depth):  # the cache, its entries, a result, and a tuple of several
+        waiting = [x for each in waiting if not issubclass(type(each), Tensor) for x in gc.get_referents(each)]
+        if any(map(_is_fake, waiting)):
+            return True
+        waiting = [x for x in waiting if type(x) in (dict, tuple, list) or type(x).__name__ == _LINK]
+    return False

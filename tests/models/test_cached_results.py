@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ndtp.models.cached_results import forgotten_fake_results
 from ndtp.models.observation import observe
 from ndtp.models.run_eagerly import compiled_parts_run_eagerly
+from ndtp.models.state_beside import kept_beside
 
 
 @functools.lru_cache(maxsize=4)
@@ -38,14 +38,17 @@ class Rotary(nn.Module):
     def both(length):
         return torch.zeros(length), [torch.ones(length)]
 
+    def forward(self, length):
+        return table(length), Rotary.both(length), self.positions(length), real
+
 
 def test_what_a_fake_run_left_is_forgotten():
     """A layer's own cache is shared by its copies, of which one is observed."""
     real(3)
     layer = Rotary()
     layer.positions = functools.lru_cache(maxsize=None)(lambda length: torch.arange(length, device="meta"))
-    with forgotten_fake_results(nn.Sequential(layer)), FakeTensorMode():
-        table(3), Rotary.both(3), copy.deepcopy(layer).positions(3)
+    with kept_beside(nn.Sequential(layer)), FakeTensorMode():
+        copy.deepcopy(layer)(3)
     caches = (table, Rotary.both.cached, layer.positions, real)
     assert [f.cache_info().currsize for f in caches] == [0, 0, 0, 1]
 
