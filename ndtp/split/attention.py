@@ -111,13 +111,11 @@ def _heads_alike(query: Tensor, key: Any, value: Any, enable_gqa: bool) -> tuple
     if times == times_of_values > 1 and not enable_gqa:
         key, value, enable_gqa = few, few_values, True
     if enable_gqa and query.shape[-3] != key.shape[-3]:
-        made = _grouped(query, key, value)
-        if made is None:
+        split = [x.spec for x in (query, key, value) if isinstance(x, SplitTensor) and x.spec.dims[-3]]
+        if split and key.shape[-3] % split[0].mesh.grid.size(split[0].dims[-3]):
             times = query.shape[-3] // key.shape[-3]
             key, value = (x.repeat_interleave(times, -3) for x in (key, value))
             enable_gqa = False
-        else:
-            query, key, value = made
     return query, key, value, enable_gqa
 
 
@@ -204,24 +202,13 @@ def _over_ring(q: SplitTensor, k: Any, v: Any, mask: Any, is_causal: bool, scale
     part = spec.padded[dim] // spec.layout.num_splits(dim)
     plan = RingPlan(spec.mesh.grid, spec.dims[dim], spec.sizes[dim], part, is_causal)
     if mask is not None:
-        mask = _rows_of(mask, spec)
+        mask = _brought_mask(mask, q, spec, spec.dims[:-2], spec.dims[-2], ())
     result = ring_attention(leave(q), leave(k), leave(v), plan, spec.mesh, scale, mask)
     sizes = lambda own, last: (*own[:-1], last)  # noqa: E731
     made = Spec(
         spec.context, sizes(spec.sizes, v.shape[-1]), spec.layout, sizes(spec.padded, v.shape[-1]), (), spec.origin
     )
     return enter(result.view_as(result), made)
-
-
-def _rows_of(mask: Tensor, spec: Spec) -> Tensor:
-    """Return the part of a mask, [.., queries, keys], that belongs to a rank's queries and heads, with all keys."""
-    offset = len(spec.sizes) - mask.dim()
-    own = zip(spec.dims[offset:], spec.sizes[offset:], mask.shape, strict=True)
-    dims: list[Axes] = [axes if size == wanted else () for axes, wanted, size in own]
-    dims[-1] = ()
-    padded = [spec.padded[offset + d] if axes else mask.shape[d] for d, axes in enumerate(dims)]
-    shard = brought(mask, spec.context, dims, padded, ())
-    return _open(shard, Spec(spec.context, tuple(mask.shape), layout_of(spec.mesh, dims), tuple(padded)))
 
 
 def _over_heads(q: SplitTensor, k: Any, v: Any, mask: Any, is_causal: bool, scale: float | None) -> Any:
@@ -262,19 +249,6 @@ def _open(mask: Tensor, spec: Spec) -> Tensor:
             mask = mask.clone()
             mask.narrow(d, start, len(here) - start).fill_(True)
     return mask
-
-
-def _grouped(query: Any, key: Any, value: Any) -> Any:
-    """Queries, keys and values whose heads are split alike, where each rank's query heads use its own key heads."""
-    heads = query.dim() - 3
-    specs = [x.spec.dims[heads] if isinstance(x, SplitTensor) else () for x in (query, key, value)]
-    axes = specs[0] or specs[1] or specs[2]
-    if not axes:
-        return query, key, value
-    mesh = next(x for x in (query, key, value) if isinstance(x, SplitTensor)).spec.mesh
-    if key.shape[-3] % mesh.grid.size(axes):
-        return None
-    return query, key, value
 
 
 def _composed(q: Any, k: Any, v: Any, mask: Any, p: float, is_causal: bool, scale: float | None, gqa: bool) -> Tensor:
