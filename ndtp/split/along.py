@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ndtp.algebra.layout import Layout
 from ndtp.compute.torch_calls import Keywords, TorchFunction
 from ndtp.ops.reductions import sum_over
 from ndtp.split.elementwise import elementwise
 from ndtp.split.moving import brought
-from ndtp.split.spec import Spec, layout_of
+from ndtp.split.spec import Axes, Spec, layout_of
 from ndtp.split.tensor import SplitTensor, dims_given, enter, integers, leave, like, rule, split_in, writes
 from ndtp.split.views import with_dims_at, without
 from ndtp.split.whole import whole
@@ -179,20 +180,23 @@ def total(x: Any, dims: Sequence[int], keepdim: bool, dtype: Any = None) -> Tens
         keep, sizes, padded = [keep[d] for d in rest], [sizes[d] for d in rest], [padded[d] for d in rest]
     layout = layout_of(spec.mesh, keep)
     if over:
-        if summed.dim():
-            summed = sum_over(
-                summed.contiguous(), layout, spec.mesh.grid.nontrivial(over), spec.mesh, f"{spec.origin} sum"
-            )
-        else:
-            one = layout_of(spec.mesh, [()])
-            summed = sum_over(
-                summed.view(1), one, spec.mesh.grid.nontrivial(over), spec.mesh, f"{spec.origin} sum"
-            ).view(())
+        summed = sum_of_ranks(summed, layout, spec, spec.mesh.grid.nontrivial(over))
     if not layout.axes:
         return summed
     return enter(
         summed.view_as(summed), Spec(spec.context, tuple(sizes), layout, tuple(padded), spec.sections, spec.origin)
     )
+
+
+def sum_of_ranks(shard: Tensor, layout: Layout, spec: Spec, axes: Axes) -> Tensor:
+    """Return the sum over some axes of what ranks have each for itself, which lies as `layout` says.
+
+    Args:
+        spec: of the tensor that it was made of.
+    """
+    if shard.dim():
+        return sum_over(shard.contiguous(), layout, axes, spec.mesh, f"{spec.origin} sum")
+    return sum_over(shard.view(1), layout_of(spec.mesh, [()]), axes, spec.mesh, f"{spec.origin} sum").view(())
 
 
 def without_padding(shard: Tensor, spec: Spec, dims: Sequence[int]) -> Tensor:

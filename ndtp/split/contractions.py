@@ -13,9 +13,8 @@ from torch import Tensor
 from ndtp.algebra.grid import Grid
 from ndtp.compute.torch_calls import TorchFunction
 from ndtp.compute.traces import is_autocast_on
-from ndtp.ops.reductions import sum_over
 from ndtp.runtime.recheck import looking_at
-from ndtp.split.along import without_padding
+from ndtp.split.along import sum_of_ranks, without_padding
 from ndtp.split.moving import brought
 from ndtp.split.spec import Axes, Spec, layout_of
 from ndtp.split.tensor import SplitTensor, enter, rule
@@ -78,14 +77,8 @@ def contract(a: Tensor, b: Tensor, letters: tuple[str, str, str], local: Any) ->
     )
     sums = tuple(axis for c, (names, _) in chosen.items() if c not in of_out for axis in names)
     if sums:
-        result = summed(result, spec, grid.nontrivial([axis for axis in grid.names if axis in sums]))
+        result = sum_of_ranks(result, spec.layout, spec, grid.nontrivial([axis for axis in grid.names if axis in sums]))
     return enter(result.view_as(result), spec) if spec.axes else result
-
-
-def summed(shard: Tensor, spec: Spec, axes: Axes) -> Tensor:
-    if shard.dim():
-        return sum_over(shard.contiguous(), spec.layout, axes, spec.mesh, f"{spec.origin} sum")
-    return sum_over(shard.view(1), layout_of(spec.mesh, [()]), axes, spec.mesh, f"{spec.origin} sum").view(())
 
 
 def _sums_pay(
@@ -201,9 +194,9 @@ def einsum(func: TorchFunction, *operands: Any) -> Any:
             for x, part, gone in zip(tensors, parts, alone, strict=True)
         ]
         parts = ["".join(c for c in part if c not in gone) for part, gone in zip(parts, alone, strict=True)]
-    if not any(isinstance(x, SplitTensor) for x in tensors):
-        return torch.einsum(f"{parts[0]},{parts[1]}->{out}", *tensors)
     text = f"{parts[0]},{parts[1]}->{out}"
+    if not any(isinstance(x, SplitTensor) for x in tensors):
+        return torch.einsum(text, *tensors)
     return contract(tensors[0], tensors[1], (parts[0], parts[1], out), lambda a, b: torch.einsum(text, a, b))
 
 
