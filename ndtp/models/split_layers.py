@@ -24,7 +24,7 @@ from ndtp.ops.moving import taken
 from ndtp.runtime.eagerly import as_it_is
 from ndtp.runtime.memories import stands_for
 from ndtp.runtime.waiting_calls import settle_calls_of
-from ndtp.split.along import without_padding
+from ndtp.split.elementwise import without_padding
 from ndtp.split.moving import brought, moved
 from ndtp.split.spec import Axes, Context, Spec, layout_of
 from ndtp.split.tensor import SplitTensor, enter

@@ -14,7 +14,7 @@ from torch import Tensor
 from ndtp.algebra.layout import Layout
 from ndtp.compute.torch_calls import Keywords, TorchFunction
 from ndtp.ops.reductions import sum_over
-from ndtp.split.elementwise import elementwise
+from ndtp.split.elementwise import elementwise, without_padding
 from ndtp.split.moving import brought
 from ndtp.split.spec import Axes, Spec, layout_of
 from ndtp.split.tensor import SplitTensor, dims_given, enter, integers, leave, like, rule, split_in, writes
@@ -197,19 +197,6 @@ def sum_of_ranks(shard: Tensor, layout: Layout, spec: Spec, axes: Axes) -> Tenso
     if shard.dim():
         return sum_over(shard.contiguous(), layout, axes, spec.mesh, f"{spec.origin} sum")
     return sum_over(shard.view(1), layout_of(spec.mesh, [()]), axes, spec.mesh, f"{spec.origin} sum").view(())
-
-
-def without_padding(shard: Tensor, spec: Spec, dims: Sequence[int]) -> Tensor:
-    """Return the shard with zeros for the padding of some dims."""
-    for d in dims:
-        if spec.padded[d] != spec.sizes[d]:
-            here = spec.here(d)
-            real = max(0, min(spec.sizes[d], here.stop) - here.start)
-            if real < len(here):
-                mask = torch.arange(len(here), device=shard.device) < real
-                mask = mask.view([-1 if k == d else 1 for k in range(shard.dim())])
-                shard = torch.where(mask, shard, torch.zeros((), dtype=shard.dtype, device=shard.device))
-    return shard
 
 
 @rule(torch.sum, Tensor.sum, torch.mean, Tensor.mean)

@@ -14,7 +14,8 @@ from ndtp.algebra.grid import Grid
 from ndtp.compute.torch_calls import TorchFunction
 from ndtp.compute.traces import is_autocast_on
 from ndtp.runtime.recheck import looking_at
-from ndtp.split.along import sum_of_ranks, without_padding
+from ndtp.split.along import sum_of_ranks
+from ndtp.split.elementwise import without_padding
 from ndtp.split.moving import brought
 from ndtp.split.spec import Axes, Spec, layout_of
 from ndtp.split.tensor import SplitTensor, enter, rule

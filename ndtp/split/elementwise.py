@@ -56,8 +56,27 @@ def named(names: Iterable[str]) -> list[Any]:
 _SINGULAR, _FILLS, _LOGIT = set(named(SINGULAR)), set(named(FILLS)), set(named(["logit"]))
 
 
+def without_padding(
+    shard: Tensor, spec: Spec, dims: Sequence[int], number: float = 0.0, offset: int = 0
+) -> Tensor:  # fmt: skip
+    """Return the shard with a number in the place of the padding of some dims, which passes no gradient on.
+
+    Args:
+        offset: how many dims of `spec` the shard lacks in front.
+    """
+    for d in dims:
+        if spec.padded[d] != spec.sizes[d]:
+            here = spec.here(d)
+            real = max(0, min(spec.sizes[d], here.stop) - here.start)
+            if real < len(here):
+                mask = torch.arange(len(here), device=shard.device) < real
+                mask = mask.view([-1 if offset + k == d else 1 for k in range(shard.dim())])
+                shard = torch.where(mask, shard, torch.full((), number, dtype=shard.dtype, device=shard.device))
+    return shard
+
+
 def with_finite(shard: Tensor, spec: Spec, sizes: Sequence[int], number: float = 1.0) -> Tensor:
-    """The shard of an operand of these sizes with a number in the place of padding, which passes no gradient on.
+    """The shard of an operand of these sizes with a number in the place of padding.
 
     Infinities and what is no number would come from padding into the gradients of weights: zero times them is none.
 
@@ -65,14 +84,8 @@ def with_finite(shard: Tensor, spec: Spec, sizes: Sequence[int], number: float =
         spec: of the result.
     """
     offset = len(spec.sizes) - len(sizes)
-    for d, size in enumerate(sizes):
-        out = offset + d
-        if spec.padded[out] != spec.sizes[out] and size == spec.sizes[out]:
-            here = spec.here(out)
-            mask = torch.arange(here.start, here.stop, device=shard.device) < size
-            mask = mask.view([-1 if k == d else 1 for k in range(len(sizes))])
-            shard = torch.where(mask, shard, torch.full((), number, dtype=shard.dtype, device=shard.device))
-    return shard
+    dims = [offset + d for d, size in enumerate(sizes) if size == spec.sizes[offset + d]]
+    return without_padding(shard, spec, dims, number, offset)
 
 
 def broadcast_target(
