@@ -168,12 +168,17 @@ def named_layouts(
 
 def _of_product(name: str, given: Sequence[Layout | None], grid: Grid) -> BlockLayouts:
     """The layouts of one layer, both of whose sides are its own."""
+    plan = product_of(name, given)
+    data = block_layouts(grid, "1d").input.dims[0]
+    for layout in (plan.a, plan.out):
+        if layout.dims[0][: len(data)] != data:
+            raise LayoutError(f"parallelize: {name!r} as {layout}: {' '.join(data)} has to split its rows first")
+    return OfProduct(plan.a, plan.b, plan.out, Layout(grid, *reversed(plan.b.dims)), plan.a)
+
+
+def product_of(name: str, given: Sequence[Layout | None]) -> MatMulPlan:
+    """Return the product of a layer of which layouts were given: of its input, its weight and perhaps its output."""
     a, b, out = (*given, None, None)[:3]
     if a is None or b is None:
         raise LayoutError(f"parallelize: give {name!r} an input and a weight layout")
-    plan = MatMulPlan(a, b, out, transpose_b=True, name=name)
-    data = block_layouts(grid, "1d").input.dims[0]
-    for layout in (a, plan.out):
-        if layout.dims[0][: len(data)] != data:
-            raise LayoutError(f"parallelize: {name!r} as {layout}: {' '.join(data)} has to split its rows first")
-    return OfProduct(a, b, plan.out, Layout(grid, *reversed(b.dims)), a)
+    return MatMulPlan(a, b, out, transpose_b=True, name=name)

@@ -21,17 +21,12 @@ from ndtp.compute.constants import indices_on
 from ndtp.compute.torch_calls import Arguments, Keywords, TorchFunction
 from ndtp.models.between import DROPOUTS, KNOWN
 from ndtp.models.hidden import PARTS, is_dropout_off
-from ndtp.models.observed_chains import TURNS
-from ndtp.models.pending import STATIC, NotComputed
+from ndtp.models.observed_chains import FORMS, TURNS
+from ndtp.models.pending import STATIC, NotComputed, key_of
 from ndtp.models.same_hooks import compare_hooks
 from ndtp.models.split_layers import ObservedLinear, Rows
 from ndtp.models.waiting import Call
 from ndtp.split.tensor import SHAPE, SIZES, SplitTensor, enter, in_torchs_words, writes
-
-FORMS = {
-    Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.unflatten, Tensor.contiguous,
-    Tensor.squeeze, Tensor.unsqueeze,
-}  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -225,7 +220,7 @@ def _noted(func: TorchFunction, args: Arguments, kwargs: Keywords) -> object:
         return NotImplemented
     if func in PARTS:
         return _parts(first, func, args, kwargs)
-    is_form = func in FORMS or (func is Tensor.__getitem__ and _is_of_rows(args[1]))
+    is_form = func in FORMS and (func is not Tensor.__getitem__ or _is_of_rows(args[1]))
     if (func not in KNOWN and not is_form) or any(isinstance(x, Noted) for x in kwargs.values()):
         return NotImplemented
     try:
@@ -241,7 +236,7 @@ def _noted(func: TorchFunction, args: Arguments, kwargs: Keywords) -> object:
         return NotImplemented
     return _made(
         first.call, form, func=func, args=tuple(args), kwargs=dict(kwargs), is_same=first.is_same and is_alike,
-        key=_key(func, args, kwargs),
+        key=key_of(Noted, func, args, kwargs),
     )  # fmt: skip
 
 
@@ -260,13 +255,6 @@ def _turned(x: Noted, func: TorchFunction, args: Arguments, kwargs: Keywords) ->
 def _is_of_rows(key: object) -> bool:
     keys = key if isinstance(key, tuple) else (key,)
     return all(k is None or k is Ellipsis or isinstance(k, slice) or type(k) is int for k in keys)
-
-
-def _key(func: TorchFunction, args: Arguments, kwargs: Keywords) -> object:
-    parts: list[Any] = [func]
-    for name, x in (*enumerate(args), *sorted(kwargs.items())):
-        parts.append((name, x.key if isinstance(x, Noted) else (type(x), repr(x))))
-    return tuple(parts)
 
 
 def _parts(x: Noted, func: TorchFunction, args: Arguments, kwargs: Keywords) -> Any:

@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 from ndtp.compute.torch_calls import Arguments, TorchFunction
 from ndtp.models.between import DROPOUTS, KNOWN
+from ndtp.models.hidden import PARTS
 from ndtp.models.roles import features
 
-PARTS = {torch.chunk, Tensor.chunk, torch.split, Tensor.split}
 FORMS = {
     Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.unflatten, Tensor.contiguous,
     Tensor.__getitem__, Tensor.squeeze, Tensor.unsqueeze,

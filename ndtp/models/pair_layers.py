@@ -16,6 +16,7 @@ from ndtp.models.adopted import class_of
 from ndtp.models.boundary import Boundary, BoundaryLinear
 from ndtp.models.left_alone import why_left
 from ndtp.models.linear_pairs import Pair, refuse_unfit
+from ndtp.models.named_plan import product_of
 from ndtp.models.opened_attention import leave_fast_path
 from ndtp.models.report import Report
 from ndtp.nn.padding import pair_multiples, row_multiple
@@ -111,10 +112,7 @@ def _replace_one(
     if type(dense) is not nn.Linear:
         raise LayoutError(f"parallelize: {name!r} is no nn.Linear of the model")
     refuse_unfit(model, [name])
-    a, b, out = (*layouts, None, None)[:3]
-    if a is None or b is None:
-        raise LayoutError(f"parallelize: give {name!r} an input and a weight layout")
-    plan = MatMulPlan(a, b, out, transpose_b=True, name=name)
+    plan = product_of(name, layouts)
     rows = [axis for axis in plan.a.dims[0] if axis not in plan.b.axes]
     outside = _outside((plan.a, plan.out), rows)
     boundary = Boundary(outside, row_multiple((plan,), outside) if pad else 1)

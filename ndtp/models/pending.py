@@ -242,7 +242,7 @@ def _elementwise(func: Any, mine: Sequence[Pending], args: Any, kwargs: Any) -> 
             if x is None:
                 return NotImplemented
         operands.append(x)
-    key = _key(func, args, kwargs)
+    key = key_of(Pending, func, args, kwargs)
     known = None if key is None else (key, passage.shape, *[x.dtype for x in mine])
     trials = passage.frame.trials
     dtype = trials[known] if known is not None and known in trials else _tried(func, args, kwargs, passage)
@@ -267,12 +267,13 @@ def _tried(func: TorchFunction, args: Arguments, kwargs: Keywords, passage: Pass
     return trial.dtype if isinstance(trial, Tensor) and tuple(trial.shape) == passage.shape else None
 
 
-def _key(func: TorchFunction, args: Arguments, kwargs: Keywords) -> object:
-    parts: list[Any] = [func]
+def key_of(kind: type[Tensor], func: TorchFunction, args: Arguments, kwargs: Keywords) -> object:
+    """Return what tells a formula apart whose operands are of a kind; None where it is not known."""
+    parts: list[object] = [func]
     for name, x in (*enumerate(args), *sorted(kwargs.items())):
-        if isinstance(x, Tensor) and (not isinstance(x, Pending) or x.key is None):
+        if isinstance(x, Tensor) and (not isinstance(x, kind) or vars(x)["key"] is None):
             return None
-        parts.append((name, x.key if isinstance(x, Pending) else (type(x), x)))
+        parts.append((name, vars(x)["key"] if isinstance(x, kind) else (type(x), repr(x))))
     return tuple(parts)
 
 
