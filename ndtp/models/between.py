@@ -150,7 +150,7 @@ class Between(Tensor):
         return result if is_mixed else enter(result, passage)
 
 
-def is_dropout_off(func: TorchFunction, p: float = 0.5, *args: object, **kwargs: object) -> bool:
+def is_dropout_off(p: float = 0.5, *args: object, **kwargs: object) -> bool:
     """Return whether one of `DROPOUTS` returns its input unchanged."""
     is_on = (*args, *kwargs.values(), True)[0]
     if not 0.0 <= p <= 1.0:
@@ -201,7 +201,7 @@ def _dropout(
 ) -> Between:
     """`F.dropout` and `torch.dropout`, with this rank's part of one mask for the whole."""
     inplace = (*args, *kwargs.values(), False, False)[1]
-    if is_dropout_off(func, p, *args, **kwargs):
+    if is_dropout_off(p, *args, **kwargs):
         return x
     shard = leave(x)
     dropped = drop(shard, p, passage.layout, passage.mesh, passage.features, passage.rows)

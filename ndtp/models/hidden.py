@@ -316,7 +316,7 @@ def for_every_row(x: Tensor, passage: Passage) -> Tensor | None:
 def _dropout(func: TorchFunction, x: Hidden, p: float = 0.5, *args: object, **kwargs: object) -> Hidden:
     """This rank's part of one mask for the whole."""
     inplace = (*args, *kwargs.values(), False, False)[1]
-    if is_dropout_off(func, p, *args, **kwargs):
+    if is_dropout_off(p, *args, **kwargs):
         return x
     passage = x.passage
     blocks = RowBlocks(math.prod(passage.lead) or 1, passage.rows or 1, passage.across)

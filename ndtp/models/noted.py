@@ -213,7 +213,7 @@ def _noted(func: TorchFunction, args: Arguments, kwargs: Keywords) -> object:
         return NotImplemented
     if func in TURNS and args[0] is first and len(mine) == 1:
         return _turned(first, func, args, kwargs)
-    if func in DROPOUTS and args[0] is first and is_dropout_off(func, *args[1:], **kwargs):
+    if func in DROPOUTS and args[0] is first and is_dropout_off(*args[1:], **kwargs):
         return first
     others = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and not isinstance(x, Noted)]
     if others or writes(func) or kwargs.get("inplace") or kwargs.get("out") is not None or args[0] is not first:

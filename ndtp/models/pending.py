@@ -209,7 +209,7 @@ def _noted(func: TorchFunction, args: Arguments, kwargs: Keywords) -> object:
     if func is F.cross_entropy:
         loss = mine[0].call.loss
         return NotImplemented if loss is None else loss(*args, **kwargs)
-    if func in DROPOUTS and args[0] is mine[0] and is_dropout_off(func, *args[1:], **kwargs):
+    if func in DROPOUTS and args[0] is mine[0] and is_dropout_off(*args[1:], **kwargs):
         return args[0]
     if func in KNOWN:
         return _elementwise(func, mine, args, kwargs)

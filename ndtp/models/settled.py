@@ -87,9 +87,6 @@ class Settled:
         self._held = held
         self.looks, self._shards, self._run = [use.look for use in uses], [use.local for use in uses], run
 
-    def stands(self) -> bool:
-        return stand(self.looks)
-
     def __call__(self, rows: Tensor) -> Any:
         return self._run(rows, self._shards)
 

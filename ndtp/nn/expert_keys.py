@@ -40,26 +40,5 @@ def read(state: dict[str, Any], prefix: str, count: int, gated: bool, unexpected
     return state
 
 
-def separate(state: dict[str, Any], prefix: str, names: tuple[str, str, str] = SEPARATE[0]) -> dict[str, object]:
-    """Dense tensors in the layer's own form, expert by expert."""
-    found: dict[str, Any] = {}
-    for key, value in state.items():
-        name = key.removeprefix(prefix)
-        if not key.startswith(prefix) or name not in ("gate_up_proj", "up_proj", "down_proj"):
-            found[key] = value
-            continue
-        parts = {"gate_up_proj": names[:2], "up_proj": names[1:2], "down_proj": names[2:]}[name]
-        for i, expert in enumerate(value):
-            each = expert if name == "gate_up_proj" else expert[None]
-            found |= {f"{prefix}{i}.{part}.weight": one for part, one in zip(parts, each, strict=True)}
-    return found
-
-
-def fused(state: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Dense tensors in the layer's own form, as transformers has them."""
-    key = f"{prefix}gate_up_proj"
-    return {name: value.flatten(1, 2) if name == key else value for name, value in state.items()}
-
-
 def _whole(x: Any) -> Tensor:
     return x.detach() if is_plain(x) else x.full_tensor()  # type: ignore[no-any-return]

@@ -56,7 +56,7 @@ def contract(a: Tensor, b: Tensor, letters: tuple[str, str, str], local: Any) ->
                     continue
                 if set(axes) & {axis for names, _ in chosen.values() for axis in names}:
                     continue
-                if contracted and not _sums_pay(letter, axes, sizes, letters, lies, i, grid, chosen):
+                if contracted and not _sums_pay(letter, sizes, letters, lies, i, grid, chosen):
                     continue
                 chosen[letter] = (axes, width)
     every = tuple(axis for names, _ in chosen.values() for axis in names)
@@ -83,7 +83,7 @@ def contract(a: Tensor, b: Tensor, letters: tuple[str, str, str], local: Any) ->
 
 
 def _sums_pay(
-    letter: str, axes: Axes, sizes: dict[str, int], letters: tuple[str, str, str], lies: Any, i: int, grid: Grid,
+    letter: str, sizes: dict[str, int], letters: tuple[str, str, str], lies: Any, i: int, grid: Grid,
     chosen: dict[str, Any],
 ) -> bool:  # fmt: skip
     """Return whether summing parts of the result moves less than gathering the operand; operands split alike are
@@ -175,7 +175,7 @@ def einsum(func: TorchFunction, *operands: Any) -> Any:
     if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)):
         tensors = list(tensors[0])
     if not isinstance(equation, str) or "..." in equation or len(tensors) != 2:
-        return NotImplemented if not isinstance(equation, str) else _einsum_of_others(func, equation, tensors)
+        return NotImplemented if not isinstance(equation, str) else _einsum_of_others(equation, tensors)
     given, arrow, out = equation.replace(" ", "").partition("->")
     parts = given.split(",")
     if not arrow:
@@ -201,7 +201,7 @@ def einsum(func: TorchFunction, *operands: Any) -> Any:
     return contract(tensors[0], tensors[1], (parts[0], parts[1], out), lambda a, b: torch.einsum(text, a, b))
 
 
-def _einsum_of_others(func: TorchFunction, equation: str, tensors: Sequence[Tensor]) -> object:
+def _einsum_of_others(equation: str, tensors: Sequence[Tensor]) -> object:
     """Compute an einsum with its ellipsis replaced by letters, of one operand, or of many by pairs."""
     given, arrow, out = equation.replace(" ", "").partition("->")
     parts = given.split(",")

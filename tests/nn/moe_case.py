@@ -221,3 +221,18 @@ def check(
 
 def check_all(cases):
     return [check(grid, **arguments) for grid, arguments in cases]
+
+
+def fused(state):
+    """A dense state dict as transformers has it."""
+    key = "experts.gate_up_proj"
+    return {**state, key: state[key].flatten(1, 2)}
+
+
+def separate(state, names):
+    """A dense state dict with three weights of these names for each expert."""
+    found = dict(state)
+    up, down = (found.pop(f"experts.{name}") for name in ("gate_up_proj", "down_proj"))
+    for i, each in enumerate(zip(*up.unbind(1), down, strict=True)):
+        found |= {f"experts.{i}.{name}.weight": one for name, one in zip(names, each, strict=True)}
+    return found

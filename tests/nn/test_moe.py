@@ -4,13 +4,12 @@ from unittest import mock
 
 import pytest
 import torch
-from moe_case import EXPERTS, HIDDEN, INNER, assert_close, check, check_all, whole
+from moe_case import EXPERTS, HIDDEN, INNER, assert_close, check, check_all, fused, separate, whole
 from products import mesh_of, turned_mesh
 
 import ndtp
 from ndtp import Grid
 from ndtp.compute import grouped
-from ndtp.nn.expert_keys import fused, separate
 from ndtp.ops.experts import _Trip
 from ndtp.ops.memory import measured
 
@@ -91,9 +90,9 @@ def check_rest():
     x = torch.randn(8, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     expected = moe(moe.in_layout.shard(x, mesh.rank))
     for form in (
-        fused(dense, "experts."),
-        separate(dense, "experts."),
-        separate(dense, "experts.", ("w1", "w3", "w2")),
+        fused(dense),
+        separate(dense, ("gate_proj", "up_proj", "down_proj")),
+        separate(dense, ("w1", "w3", "w2")),
     ):
         moe.reset_parameters(seed=9)
         assert not torch.equal(moe(moe.in_layout.shard(x, mesh.rank)), expected)
