@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,6 @@ from ndtp.checkpoints.folder import Written
 from ndtp.checkpoints.from_meta import materialise
 from ndtp.checkpoints.pieces import Piece, Staged, Whole, whole_of
 from ndtp.checkpoints.safetensors_file import BLOCK_BYTES, METADATA, NAMES, StoredBox, Writer, tensors_in
-from ndtp.checkpoints.same_files import contents_of
 from ndtp.errors import CheckpointError
 from ndtp.models.saving import blocks
 from ndtp.models.state_entries import Entry
@@ -266,3 +266,20 @@ def _files(piece: Piece, file_bytes: int) -> list[list[tuple[str, Entry]]]:
 
 def _bytes(entry: Entry) -> int:
     return entry.local.element_size() * int(torch.Size(entry.real).numel())
+
+
+SAMPLES, SAMPLE_BYTES = 16, 4096
+
+
+def contents_of(paths: Iterable[Path]) -> dict[str, str]:
+    """Return for each file, by name, its size and a hash of blocks of bytes that are spread over it."""
+    found = {}
+    for path in sorted(paths):
+        size = os.path.getsize(path)
+        seen = hashlib.blake2b(digest_size=6)
+        with path.open("rb") as file:
+            for place in range(SAMPLES):
+                file.seek(size * place // SAMPLES)
+                seen.update(file.read(SAMPLE_BYTES))
+        found[path.name] = f"{size:,} bytes, {seen.hexdigest()}"
+    return found

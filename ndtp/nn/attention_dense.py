@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from torch.types import Device
 from ndtp.compute.attention import Drop, Sees, attend
 from ndtp.compute.rotary import Rotary
 from ndtp.errors import LayoutError
-from ndtp.nn.attention_dropout import AttentionDropout
 from ndtp.nn.fused_keys import ORDERS, FusedKeys, fused_keys
+from ndtp.nn.random import draw_key, uniform_at
 
 Positions = Callable[[Tensor, Tensor], Tensor]  # of x [rows, heads, d] at positions [rows]
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -200,6 +201,43 @@ class DenseAttention(nn.Module):
         drop = dropped_at(self.dropout if self.training else 0.0, 0, 0, (batch, length, self.heads), q.device)
         y = attend(q, k, v, kv_of, 0, length, self.sees, self.scale, mask, drop)
         return self.o_proj(y.flatten(1)).unflatten(0, (batch, length))
+
+
+@dataclass(frozen=True)
+class AttentionDropout:
+    """One draw: weights are kept by their sequence, query, head and key in the whole, keyed as `ndtp.nn.Dropout`.
+
+    Args:
+        p: the probability of a weight to become zero.
+        key: of the draw.
+    """
+
+    p: float
+    key: int | Tensor
+
+    @classmethod
+    def of(cls, p: float, device: torch.device) -> AttentionDropout | None:
+        """Drawn anew from torch's generator; None for nothing to drop."""
+        return cls(p, draw_key("attention dropout", device)) if p else None
+
+    def __call__(
+        self, weights: Tensor, sequences: Tensor, begin: int, head: int, whole: tuple[int, int, int]
+    ) -> Tensor:
+        """Drop attention weights by the mask of the whole tensor.
+
+        Args:
+            weights: [sequences, heads, queries, keys].
+            sequences: the indices, in the whole tensor, of these sequences.
+            begin: the index of the first query.
+            head: the index of the first head.
+            whole: the numbers of sequences, queries and heads in the whole tensor.
+        """
+        device, (_, heads, queries, keys) = weights.device, weights.shape
+        row = sequences[:, None] * whole[1] + torch.arange(begin, begin + queries, device=device)
+        columns = torch.arange(head * keys, (head + heads) * keys, device=device)
+        drawn = uniform_at((whole[0] * whole[1], whole[2] * keys), (row.flatten(), columns), self.key)
+        kept = (drawn >= self.p).unflatten(0, row.shape).unflatten(2, (heads, keys)).transpose(1, 2)
+        return weights * (kept.to(weights.dtype) / (1.0 - self.p or 1.0))
 
 
 def dropped_at(p: float, sequence: int, head: int, whole: tuple[int, int, int], device: torch.device) -> Drop | None:

@@ -15,14 +15,13 @@ from ndtp.algebra.row_flow import Counts, RowFlow, chunk_counts, room_counts
 from ndtp.compute.epilogues import ACTIVATIONS
 from ndtp.compute.grouped import tally
 from ndtp.errors import LayoutError
-from ndtp.nn.expert_keys import read
 from ndtp.nn.parameters import fill_uniform
 from ndtp.nn.random import given_or_drawn
 from ndtp.nn.sharded import Sharded
 from ndtp.ops.expert_rooms import Rooms
 from ndtp.ops.experts import combined, dispatched, experts, known_counts, weight_plan
 from ndtp.ops.reductions import used_over
-from ndtp.runtime.arrival import local_shard
+from ndtp.runtime.arrival import is_plain, local_shard, stored_shape
 from ndtp.runtime.eagerly import backwards_as_they_are, eagerly
 from ndtp.runtime.process_grid import ProcessGrid
 
@@ -55,6 +54,41 @@ def known_buffers(buffers: Buffers, name: str) -> Buffers:
             f"  fix: '{EXACT}', '{WORST_CASE}', or a number from 1"
         )
     return buffers
+
+
+SEPARATE = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("gate", "up", "down"))
+
+
+def _in_own_form(state: dict[str, Any], prefix: str, count: int, gated: bool, unexpected: list[str]) -> dict[str, Any]:
+    """A state dict with the weights of experts by any names that dense models give them, in the layer's own form.
+
+    | form | keys behind the prefix | shape |
+    |---|---|---|
+    | own, gated | `gate_up_proj`, `down_proj` | [experts, 2, inner, hidden], [experts, hidden, inner] |
+    | own, not gated | `up_proj`, `down_proj` | [experts, inner, hidden], [experts, hidden, inner] |
+    | fused (transformers) | `gate_up_proj`, `down_proj` | [experts, 2 * inner, hidden], [experts, hidden, inner] |
+    | separate | `0.gate_proj.weight`, `0.up_proj.weight`, `0.down_proj.weight` ... | those of `nn.Linear` |
+    | separate (Mixtral's files) | `0.w1.weight`, `0.w3.weight`, `0.w2.weight` ... | the same |
+    """
+    up_name = f"{prefix}{'gate_up_proj' if gated else 'up_proj'}"
+    for gate, up, down in SEPARATE:
+        names = ([gate] if gated else []) + [up, down]
+        keys = [[f"{prefix}{i}.{name}.weight" for name in names] for i in range(count)]
+        if all(isinstance(state.get(key), Tensor) for each in keys for key in each):
+            *ups, downs = ([_whole(state.pop(key)) for key in of] for of in zip(*keys, strict=True))
+            stacked = [torch.stack(each) for each in ups]
+            state[up_name] = torch.stack(stacked, 1) if gated else stacked[0]
+            state[f"{prefix}down_proj"] = torch.stack(downs)
+            taken = {key for each in keys for key in each}
+            unexpected[:] = [key for key in unexpected if key not in taken]
+    value = state.get(up_name)
+    if gated and isinstance(value, Tensor) and len(stored_shape(value)) == 3 and value.shape[1] % 2 == 0:
+        state[up_name] = _whole(value).unflatten(1, (2, -1))
+    return state
+
+
+def _whole(x: Any) -> Tensor:
+    return x.detach() if is_plain(x) else x.full_tensor()  # type: ignore[no-any-return]
 
 
 class Experts(Sharded):
@@ -213,7 +247,7 @@ class Experts(Sharded):
         return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        state_dict = read(dict(state_dict), prefix, self.count, self.is_gated, rest[3])
+        state_dict = _in_own_form(dict(state_dict), prefix, self.count, self.is_gated, rest[3])
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:

@@ -3,7 +3,6 @@
 from ndtp.split import (  # noqa: F401  (their rules enter the table)
     along,
     attention,
-    complex_parts,
     contractions,
     elementwise,
     indexing,

@@ -297,3 +297,23 @@ def view_in_place(func: TorchFunction, x: Any, *args: Any, **kwargs: Any) -> obj
         func(x, *args, **kwargs)
     x.spec, x.strides = made.spec, made.strides
     return x
+
+
+@rule(torch.view_as_complex, torch.view_as_real, torch.real, torch.imag, *getters("real", "imag"))
+def complex_view(func: TorchFunction, x: Any) -> object:
+    """A view whose dims are those of the tensor, but for the one of pairs, which is whole."""
+    if not isinstance(x, SplitTensor):
+        return NotImplemented
+    dense = func(like(x))
+    last = len(x.spec.sizes) - 1
+    is_pairs = func is torch.view_as_complex
+    if x.spec.dims[last:] not in ((), ((),)) and (is_pairs or x.spec.sections):
+        x = standing_for(x, without(x, [last]))
+    where: list[int | None] = list(range(len(x.spec.sizes)))
+    if is_pairs:
+        where[last] = None
+        if not leave(x).is_contiguous():
+            x = standing_for(x, enter(leave(x).contiguous(), x.spec))
+    shard = func(leave(x))
+    made = enter(shard.view_as(shard), with_dims_at(x.spec, dense.shape, where))
+    return as_view(with_strides_of(made, dense), x)
