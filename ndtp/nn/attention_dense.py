@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -203,52 +202,30 @@ class DenseAttention(nn.Module):
         return self.o_proj(y.flatten(1)).unflatten(0, (batch, length))
 
 
-@dataclass(frozen=True)
-class AttentionDropout:
-    """One draw: weights are kept by their sequence, query, head and key in the whole, keyed as `ndtp.nn.Dropout`.
+def dropped_at(p: float, sequence: int, head: int, whole: tuple[int, int, int], device: torch.device) -> Drop | None:
+    """Return the dropout of attention weights, with a mask that the grid has no part in; None for nothing to drop.
+
+    It is drawn anew from torch's generator.  Weights are kept by their sequence, query, head and key in the whole,
+    keyed as `ndtp.nn.Dropout`.
 
     Args:
         p: the probability of a weight to become zero.
-        key: of the draw.
+        sequence, head: the first ones of this rank in the whole.
+        whole: the numbers of sequences, queries and heads in the whole.
     """
-
-    p: float
-    key: int | Tensor
-
-    @classmethod
-    def of(cls, p: float, device: torch.device) -> AttentionDropout | None:
-        """Drawn anew from torch's generator; None for nothing to drop."""
-        return cls(p, draw_key("attention dropout", device)) if p else None
-
-    def __call__(
-        self, weights: Tensor, sequences: Tensor, begin: int, head: int, whole: tuple[int, int, int]
-    ) -> Tensor:
-        """Drop attention weights by the mask of the whole tensor.
-
-        Args:
-            weights: [sequences, heads, queries, keys].
-            sequences: the indices, in the whole tensor, of these sequences.
-            begin: the index of the first query.
-            head: the index of the first head.
-            whole: the numbers of sequences, queries and heads in the whole tensor.
-        """
-        device, (_, heads, queries, keys) = weights.device, weights.shape
-        row = sequences[:, None] * whole[1] + torch.arange(begin, begin + queries, device=device)
-        columns = torch.arange(head * keys, (head + heads) * keys, device=device)
-        drawn = uniform_at((whole[0] * whole[1], whole[2] * keys), (row.flatten(), columns), self.key)
-        kept = (drawn >= self.p).unflatten(0, row.shape).unflatten(2, (heads, keys)).transpose(1, 2)
-        return weights * (kept.to(weights.dtype) / (1.0 - self.p or 1.0))
-
-
-def dropped_at(p: float, sequence: int, head: int, whole: tuple[int, int, int], device: torch.device) -> Drop | None:
-    """Return the dropout of attention weights from this sequence and head on; None where nothing is dropped."""
-    draw = AttentionDropout.of(p, device)
-    if draw is None:
+    if not p:
         return None
+    key = draw_key("attention dropout", device)
 
     def drop(weights: Tensor, first: int, begin: int) -> Tensor:
-        mine = torch.arange(weights.shape[0], device=weights.device) + sequence + first
-        return draw(weights, mine, begin, head, whole)
+        """Drop weights [sequences, heads, queries, keys] of queries from `begin` on, of sequences from `first` on."""
+        device, (count, heads, queries, keys) = weights.device, weights.shape
+        sequences = torch.arange(count, device=device) + sequence + first
+        row = sequences[:, None] * whole[1] + torch.arange(begin, begin + queries, device=device)
+        columns = torch.arange(head * keys, (head + heads) * keys, device=device)
+        drawn = uniform_at((whole[0] * whole[1], whole[2] * keys), (row.flatten(), columns), key)
+        kept = (drawn >= p).unflatten(0, row.shape).unflatten(2, (heads, keys)).transpose(1, 2)
+        return weights * (kept.to(weights.dtype) / (1.0 - p or 1.0))
 
     return drop
 
