@@ -42,12 +42,6 @@ ORDERS = {  # see `ndtp.models.fused_order`
     ), "sections"),
     "codegen.CodeGenAttention": "quarters",
 }  # fmt: skip
-# Attention whose code projects what are no hidden states.
-BESIDES = {
-    "deberta.DisentangledSelfAttention": "it projects relative positions, too, and takes its weights apart",
-    "deberta_v2.DisentangledSelfAttention": "it projects relative positions, too",
-    "blt.BltCrossAttention": "it norms hidden states before it projects them",
-}
 # Where the projection that leads back is in a module of its own, beside.
 OUT_BESIDE = ("output.dense", "out_proj", "output.out_proj")
 # In the names of attention whose keys and values are of other rows than its queries.
@@ -186,9 +180,6 @@ def find_attention(model: nn.Module, hidden: int, casts: bool = False) -> tuple[
 def _attention(
     modules: dict[str, nn.Module], name: str, module: nn.Module, hidden: int, casts: bool
 ) -> AttentionRole | str | None:
-    kinds = _kinds(module)
-    if reason := next((why for kind, why in BESIDES.items() if kind in kinds), None):
-        return reason
     at = partial(linear_at, modules, casts=casts)
     one_of = lambda names: next((f for n in names if (f := at(join(name, n)))), None)  # noqa: E731
     separate = {role: one_of(names) for role, names in (("q", Q), ("k", K), ("v", V))}
@@ -223,7 +214,7 @@ def _attention(
     if "qkv" in inputs:
         total = sizes["qkv"][1]
         kv = (total - inner) // 2
-        order = next((ORDERS[kind] for kind in kinds if kind in ORDERS), None)
+        order = next((ORDERS[kind] for kind in _kinds(module) if kind in ORDERS), None)
         if order is None:
             return f"{inputs['qkv']} has q, k and v in one, in an order that is not known of {type(module).__name__}"
         if total != inner + 2 * kv or kv % head_dim or not kv or not heads_in_order(order, heads, kv // head_dim):
