@@ -46,7 +46,6 @@ from ndtp.cli.train_checks import (
 )
 from ndtp.cli.train_log import LOG, basis_of_mfu, hardware_here, live_table
 from ndtp.cli.train_model import config_file
-from ndtp.errors import LayoutError
 from ndtp.planner.fields import Number, integer
 
 if TYPE_CHECKING:
@@ -218,7 +217,7 @@ def train(
             wire=Wire.of(wire),
             capture=capture,
         )  # fmt: skip
-        if axes and world_size() is None:  # those of torchrun are there, and all say the same
+        if axes:
             check_grid(job)
         name = job.name
         table, unit = partial(live_table, job.output / LOG), (batch * context, "tokens")
@@ -231,7 +230,7 @@ def train(
                 break
             except RankError as error:
                 if error.refusal:
-                    raise LayoutError(_in_options(error.refusal)) from None
+                    raise
                 if is_first_rank():
                     print(f"train failed: {error}", file=sys.stderr)
                 if restarts and world_size() is None and not stop_file.exists():
@@ -321,16 +320,6 @@ def _check_capture(has_grid: bool, stages: int) -> None:
         why = "a step of one grid is captured: --grid, and no --stages"
     if why:
         raise typer.BadParameter(f"{why}; without it steps run eagerly", param_hint="--capture")
-
-
-def _in_options(refusal: str) -> str:
-    """An error of the library with the fix that the command's user has."""
-    for fix, options in (("pad=True", "--width and --heads that the axes divide"),
-                         ("pad dim 0", "--batch and --context whose product the axes divide")):  # fmt: skip
-        what, is_of_sizes, _ = refusal.partition(f"\n  fix: {fix}")
-        if is_of_sizes:
-            return f"{what}\n  fix: {options}, or another --grid"
-    return refusal
 
 
 def _named(axes: dict[str, int]) -> str:

@@ -155,6 +155,14 @@ def test_under_torchrun(ranks, tmp_path):
     assert json.loads((tmp_path / "report").read_text())["losses"] == pytest.approx(losses(tmp_path))
 
 
+def test_under_torchrun_a_grid_that_does_not_fit_is_refused_before_ranks_meet(tmp_path, monkeypatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delattr("ndtp.cli.train.Runner")  # the others are not waited for
+    result = train("--output", tmp_path, "--width", 16, "--heads", 4, "--grid", "x=3")
+    assert result.exit_code == 2 and "fix: --width 24 --heads 6 --batch 9, or another --grid" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
