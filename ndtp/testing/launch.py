@@ -17,7 +17,7 @@ from ndtp.collectives.fresh_store import meet_afresh
 from ndtp.collectives.groups import default_timeout, never_destroy
 from ndtp.collectives.last_words import tell_of
 from ndtp.compute.torch_calls import Arguments, Keywords
-from ndtp.testing.messages import IMPORTING_MAIN, dumps
+from ndtp.testing.messages import IMPORTING_MAIN, called, dumps_result
 from ndtp.testing.pool import shared_pool
 from ndtp.testing.rank_error import RankError
 
@@ -89,7 +89,7 @@ def _run_in_place(
         atexit.register(_leave_group)
     rank = dist.get_rank()
     try:
-        result = dumps(fn(*args, **kwargs))
+        result = dumps_result(called(fn, args, kwargs))
     except BaseException as error:
         error = tell_of(error)
         never_destroy()

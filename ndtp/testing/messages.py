@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import os
 import pickle
@@ -134,6 +135,31 @@ def dumps_by_value(value: object) -> bytes:
     buffer = io.BytesIO()
     ByValue(buffer, protocol=_PROTOCOL).dump(value)
     return buffer.getvalue()
+
+
+def called(fn: Callable[..., object], args: Arguments, kwargs: Keywords) -> object:
+    """Return the result of a call; an async function runs to its end."""
+    result = fn(*args, **kwargs)
+    if not inspect.iscoroutine(result):
+        return result
+    import asyncio
+
+    return asyncio.run(result)
+
+
+def dumps_result(result: object) -> bytes:
+    """Pickle what a rank returns.
+
+    Raises:
+        ValueError: it cannot be pickled; says what it is.
+    """
+    try:
+        return dumps(result)
+    except Exception as error:
+        raise ValueError(
+            f"the result, of type {type(result).__name__}, cannot be sent from its rank: {error}\n"
+            "  fix: return numbers, strings, tensors or containers of these, such as a list of what a generator yields"
+        ) from error
 
 
 def pickle_call(fn: Callable[..., object], args: Arguments, kwargs: Keywords) -> bytes:

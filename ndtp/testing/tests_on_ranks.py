@@ -104,6 +104,7 @@ def _agreed(results: list[object]) -> list[object] | None:
 def _pickled(test: Callable[..., object], args: Arguments, kwargs: Keywords, signature: inspect.Signature) -> bytes:
     from ndtp.testing.messages import dumps
 
+    kwargs = {name: type(value)() if _is_monkeypatch(value) else value for name, value in kwargs.items()}
     given = {**dict(zip(signature.parameters, args, strict=False)), **kwargs}
     for name, value in given.items():
         try:
@@ -131,12 +132,21 @@ def _call_test(module: str, path: str, name: str, pickled: bytes, axes: dict[str
             "  fix: define it at module level or in a class, with @ndtp.testing.ranks as its outermost decorator"
         )
     args, kwargs = pickle.loads(pickled)
+    patches = [value for value in (*args, *kwargs.values()) if _is_monkeypatch(value)]
     try:
         return _with_mesh(getattr(found, _BODY), args, kwargs, axes)
     except BaseException as error:
         if type(error).__name__ in ("Skipped", "XFailed") and "pytest" in sys.modules:
             return CalledOff("skip" if type(error).__name__ == "Skipped" else "xfail", str(error))
         raise
+    finally:  # the ranks are shared by all tests
+        for patch in patches:
+            patch.undo()
+
+
+def _is_monkeypatch(value: object) -> bool:
+    """Whether pytest's fixture `monkeypatch` gives this; each rank patches, and undoes, with one of its own."""
+    return isinstance(value, getattr(sys.modules.get("pytest"), "MonkeyPatch", ()))
 
 
 def _with_mesh(test: Callable[..., object], args: Arguments, kwargs: Keywords, axes: dict[str, int]) -> object:
@@ -145,4 +155,6 @@ def _with_mesh(test: Callable[..., object], args: Arguments, kwargs: Keywords, a
         from ndtp.runtime.process_grid import ProcessGrid
 
         kwargs = {"mesh": ProcessGrid(Grid(**axes)), **kwargs}
-    return test(*args, **kwargs)
+    from ndtp.testing.messages import called
+
+    return called(test, args, kwargs)

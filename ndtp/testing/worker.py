@@ -37,7 +37,8 @@ from ndtp.testing.messages import (
     Raised,
     Ready,
     Returned,
-    dumps,
+    called,
+    dumps_result,
 )
 
 # Process groups that a call created stay alive, since a cached mesh may come back in a later call (DTensor caches
@@ -133,7 +134,7 @@ def work(birth: Birth, connection_fd: int, zygote_pid: int) -> None:
         stdout.echo = call.echo
         stdout.unseen = None if call.pytest is None else deque(maxlen=_MOST_PRINTS)
         try:
-            payload = dumps(_perform(call, stream))
+            payload = dumps_result(_perform(call, stream))
         except BaseException as error:
             stdout.flush()
             sender.send(_describe(tell_of(error), call, "".join(stdout.unseen or ())))
@@ -156,7 +157,7 @@ def _perform(call: CallMessage, stream: io.BytesIO) -> object:
         _import_main(*call.main)
     fn, args, kwargs = pickle.load(stream)
     torch.manual_seed(0)  # a call's random numbers do not depend on the calls before it
-    return fn(*args, **kwargs)
+    return called(fn, args, kwargs)
 
 
 def _import_main(kind: str, name: str) -> None:

@@ -90,6 +90,27 @@ def lock():
 
 @ndtp.testing.ranks(2)
 def test_of_a_lock(lock): ...
+
+
+@ndtp.testing.ranks(2)
+def test_patches(monkeypatch):
+    monkeypatch.setattr(dist, "ndtp_patch", 1, raising=False)
+    assert dist.ndtp_patch == 1
+
+
+@ndtp.testing.ranks(2)
+def test_finds_no_patch():
+    assert not hasattr(dist, "ndtp_patch")
+
+
+@ndtp.testing.ranks(2)
+async def test_async():
+    assert dist.get_rank() < 0
+
+
+@ndtp.testing.ranks(2)
+def test_yields():
+    yield
 """
 
 
@@ -138,6 +159,10 @@ def test_a_project_of_a_users(tmp_path, monkeypatch, capsys):
         "test_skips_on_one": "failed",
         "test_expected_to_fail": "skipped",
         "test_of_a_lock": "failed",
+        "test_patches": "passed",
+        "test_finds_no_patch": "passed",  # of the test before
+        "test_async": "failed",
+        "test_yields": "failed",
     }
 
     text = str(reports.of["test_fails"].longrepr)
@@ -155,6 +180,8 @@ def test_a_project_of_a_users(tmp_path, monkeypatch, capsys):
     assert "for a reason" in str(reports.of["test_skips"].longrepr)
     assert "of 2 ranks only 1 said pytest.skip('alone')" in str(reports.of["test_skips_on_one"].longrepr)
     assert "lock, a lock, cannot be sent to the ranks" in str(reports.of["test_of_a_lock"].longrepr)
+    assert "E       assert 0 < 0" in str(reports.of["test_async"].longrepr), "it has run"
+    assert "the result, of type generator, cannot be sent from its rank" in str(reports.of["test_yields"].longrepr)
     failures = {case.get("name"): case.find("failure") for case in ET.parse(tmp_path / "junit.xml").iter("testcase")}
     assert re.match(r"rank [01] \(x=[01]\): AssertionError: assert \{", failures["test_fails"].get("message"))
     assert "!= {'hidden': 18}" in failures["test_fails"].text
