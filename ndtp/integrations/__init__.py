@@ -3,6 +3,7 @@
 from ndtp.integrations import Trainer            # transformers.Trainer, with ndtp_grid="z=2,x=2,y=2"
 from ndtp.integrations import Accelerator        # accelerate.Accelerator, the same
 from ndtp.integrations import GridStrategy       # lightning.Trainer(strategy=GridStrategy("z=2,x=2,y=2"))
+from ndtp.integrations import count_rows_once    # metrics of torchmetrics outside of Lightning
 
 Nothing is imported before it is used: each of them needs its own library.
 """
@@ -13,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ndtp.integrations.accelerator import Accelerator
     from ndtp.integrations.lightning import GridStrategy
+    from ndtp.integrations.rows_once import count_rows_once
     from ndtp.integrations.trainer import GridTrainerMixin, Trainer
 
-_HOME = {"Accelerator": "accelerator", "GridStrategy": "lightning", "GridTrainerMixin": "trainer", "Trainer": "trainer"}
+_HOME = {"Accelerator": "accelerator", "GridStrategy": "lightning", "GridTrainerMixin": "trainer", "Trainer": "trainer",
+         "count_rows_once": "rows_once"}  # fmt: skip
 
-__all__ = ["Accelerator", "GridStrategy", "GridTrainerMixin", "Trainer"]
+__all__ = ["Accelerator", "GridStrategy", "GridTrainerMixin", "Trainer", "count_rows_once"]
 
 
 def __getattr__(name: str) -> Any:

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from torchmetrics import Metric
 
 from ndtp.errors import LayoutError
 from ndtp.integrations.grid_rows import CalledModels, GivenGrid, data_axes, mesh_of, on_grid
+from ndtp.integrations.rows_once import count_rows_once
 from ndtp.models.called import called_parts
 from ndtp.models.report import Report
 from ndtp.runtime.arrival import is_plain
@@ -101,11 +101,7 @@ class GridStrategy(_strategies.DDPStrategy):  # type: ignore[misc]
                 "  fix: sync_batchnorm=False; along z rows are split inside of a network, and its batch norms see all"
             )
         _strategies.Strategy.setup(self, trainer)
-        for metric in self.model.modules():
-            if isinstance(metric, Metric) and metric.process_group is None:
-                metric.process_group = self._data_group
-                if self._data_group is None:
-                    metric.distributed_available_fn = _never
+        count_rows_once(self.model, self.mesh)
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         scheme, options = self._how
@@ -182,7 +178,3 @@ def _whole(x: object, keeps: bool) -> object:
         return x
     found = full_of(x, "save_checkpoint").cpu()
     return found if keeps else None
-
-
-def _never() -> bool:
-    return False
