@@ -37,7 +37,7 @@ class Parts:
         trains: for each module, whether it is in training.
         wants, lacks: for each parameter, whether it wants a gradient, and whether it has none.
         stale: the numbers of parameters whose gradient was there before the last step.
-        written: how often others than optimizers have written to a parameter since, by its number.
+        written: how often others than optimizers have written to a parameter since the last call, by its number.
     """
 
     owns: list[dict[str, Any]] = field(default_factory=list)
@@ -113,10 +113,7 @@ def numbers_of(module: nn.Module) -> dict[str, float]:
 @cache
 def _arguments_of(kind: Any) -> tuple[str, ...]:
     """Names of the arguments of the constructors of a class and of its bases."""
-    codes = (vars(each)["__init__"].__code__ for each in kind.__mro__ if _is_made_by_code(each))
+    made_by = (vars(each).get("__init__") for each in kind.__mro__ if issubclass(each, nn.Module))
+    codes = (made.__code__ for made in made_by if hasattr(made, "__code__"))
     names = (name for code in codes for name in code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount])
     return tuple(dict.fromkeys(names))
-
-
-def _is_made_by_code(kind: type) -> bool:
-    return issubclass(kind, nn.Module) and hasattr(vars(kind).get("__init__"), "__code__")

@@ -47,6 +47,7 @@ class Steps:
         self.taken = 0
         self._done: list[Settings] = []
         self._seen: list[Any] | None = None  # versions of the weights after their last known change
+        self._written: dict[int, int] = {}  # as in `Parts`, before steps of optimizers
         self._gradients: dict[int, Any] = {}  # and of gradients after the last step, by the number of the parameter
         self._parts = Parts()
         self._numbers: Numbered | None = None  # those that ranks had when they were compared last
@@ -84,14 +85,15 @@ class Steps:
             parts.wants = bytes(map(_wants, parameters))
             parts.lacks = bytes(map(_is_none, map(_grad, parameters)))
         parts.numbers = [*map(dict.get, parts.keepers, parts.keys)]
-        parts.stale, parts.written = (), {}
+        parts.stale, parts.written, self._written = (), self._written, {}
         if self._gradients:
             # What has gone does not come back: a later gradient may lie where it lay, on one rank and not on another.
             there = {i: before for i, before in self._gradients.items() if i < len(parameters) and not parts.lacks[i]}
             parts.stale = tuple(i for i, before in there.items() if _state_of(parameters[i]) == before)
             self._gradients = {i: there[i] for i in parts.stale}
         if now != seen:
-            parts.written = parts.counts.changed(seen, now)
+            parts.written = parts.counts.changed(seen, now, parts.written)
+        if parts.written:
             self._writes += 1
             self.due |= self._writes == 1 or self._writes % self._calls.every == 0
         self._parts, self._seen = parts, now
@@ -128,10 +130,8 @@ class Steps:
             kind = "one that was there before the last step" if i in parts.stale else "one"
             facts.append(Fact(f"gradient of '{name}' when it was called", "none" if parts.lacks[i] else kind))
             count = parts.written.get(i)
-            written = (
-                "as it was" if count is None else f"written to {count} times" if count else "other memory or dtype"
-            )
-            facts.append(Fact(f"weight '{name}' since the last step", written))
+            how = f"written to {count} times" if count else "as it was" if count is None else "other memory or dtype"
+            facts.append(Fact(f"weight '{name}' since the last call", how))
         return facts
 
     def changed_gradients(self, changed: Mapping[int, int]) -> list[Fact]:
@@ -153,6 +153,9 @@ class Steps:
         if self._calls.mesh.device_type != "cpu":
             self._calls.compare_late()
         self.between.before_step(self._parts.parameters)
+        seen, now = self._seen or [], self._parts.counts.now()
+        if now != seen and len(now) == len(seen):
+            self._written, self._seen = self._parts.counts.changed(seen, now, self._written), now
 
     def after_step(self, settings: tuple[str, OptimizerGroups, float | None]) -> None:
         self.taken += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -63,12 +63,17 @@ class Versions:
             return [(0, *x[1:]) if x[:_PLACE] else x for x in now]
         return [0] * count + [*now[count:]]
 
-    def changed(self, before: Sequence[Any], now: Sequence[Any]) -> dict[int, int]:
+    def changed(
+        self, before: Sequence[Any], now: Sequence[Any], known: Mapping[int, int] | None = None
+    ) -> dict[int, int]:
         """Return which of the tensors have other numbers, by their places, and how often they were written to; 0 where
         that is not known, as of a tensor that was given other memory, which counts anew.
+
+        Args:
+            known: the same of an earlier time, to which it is added.
         """
         count = len(self._tensors)
-        found: dict[int, int] = {}
+        found = dict(known or {})
         for i, (a, b) in enumerate(zip(before, now, strict=True)):
             if a != b:
                 is_counted = i < count < len(now)

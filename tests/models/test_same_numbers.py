@@ -270,3 +270,31 @@ def test_a_shard_that_one_rank_changes_between_any_two_steps_is_named_where_all_
     for said in ranks(2).run(changes_its_shard, True):
         assert "before call 3 of Sequential" in said and "weight '0.weight' since the last step: rank" in said
     assert ranks(2).run(changes_its_shard, None) == [None, None]
+
+
+def writes_before_a_step(times, where):
+    """What a rank says where rank 1 writes to a weight between backward and the optimizer's step."""
+    mesh, x = mesh_of(Grid({where: 2})), torch.ones(4, 8)
+    torch.manual_seed(0)
+    model = ndtp.parallelize(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), mesh, example=x)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        for step in range(4):
+            optimizer.zero_grad()
+            model(x).square().mean().div(2 if where == "dp" else 1).backward()
+            for _ in range(times[mesh.rank] if step == 2 else 0):
+                with torch.no_grad():
+                    model[0].weight.mul_(0.5)
+            optimizer.step()
+    except MismatchError as error:
+        return str(error)
+
+
+def test_a_weight_that_one_rank_writes_to_before_a_step_is_named(ranks):
+    for where in ("y", "dp"):
+        for said in ranks(2).run(writes_before_a_step, (1, 2), where):
+            assert "disagree at the call 4 of Sequential" in said
+            assert (
+                "weight '0.weight' since the last call: rank 1 has written to 2 times, rank 0 has written to 1" in said
+            )
+        assert ranks(2).run(writes_before_a_step, (1, 1), where) == [None, None]
