@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -190,6 +192,16 @@ class Report:
             f"rank's rows by {self.mesh.grid.size(axes)}"
         )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Report:
+        memo[id(self)] = copied = object.__new__(type(self))
+        vars(copied).update(deepcopy(vars(self), memo))
+        return copied
+
+    def __reduce__(self) -> tuple[Callable[[], SentReport], tuple[()]]:
+        """Return what leaves the rank, as a result of `ndtp.testing.run`: what it says, without model and grid."""
+        said = {name: getattr(self, name) for name in _SAID}
+        return partial(SentReport, said=(str(self), self.losses, self.gathered), **said), ()
+
     def _repr_html_(self) -> str:
         return html.table(("", "layers"), (line.split(" ", 1) for line in str(self).splitlines()))
 
@@ -210,6 +222,37 @@ class Report:
         chosen = {} if self.mesh is None else self.mesh.step.chunks.by_name()
         lines += [f"overlaps {line}" for line in _grouped({k: v for k, v in chosen.items() if k in self.replaced})]
         return "\n".join(lines + [f"gathered {name}: {times} times" for name, times in self.gathered.items()])
+
+
+_SAID = ("replaced", "kept", "linears", "parameters", "carried", "was_dense", "planned", "waits", "plan", "rows")
+
+
+@dataclass
+class SentReport(Report):
+    """A report that has left its rank.
+
+    Attributes:
+        said: its text, its sentence about losses, and what was gathered so far.
+    """
+
+    said: tuple[str, str, dict[str, int]] = ("", "", {})
+
+    @property
+    def losses(self) -> str:
+        return self.said[1]
+
+    @property
+    def gathered(self) -> dict[str, int]:
+        return self.said[2]
+
+    def volume(self, *_: object, **__: object) -> Volume:
+        raise LayoutError(
+            "report.volume: this report has left its rank, and the model is there\n"
+            "  fix: call it on the rank, and send the volume"
+        )
+
+    def __str__(self) -> str:
+        return self.said[0]
 
 
 def _grouped(named: Mapping[str, str]) -> list[str]:

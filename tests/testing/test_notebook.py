@@ -4,7 +4,9 @@ import sys
 from types import ModuleType
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
 import ndtp.testing
 
@@ -66,3 +68,20 @@ def test_what_cannot_be_imported_goes_by_value(ranks):
     assert ranks(4).run(lambda: captured * dist.get_rank()) == [0, 3, 6, 9]
     made = ranks(4).run(local, lambda x: x + 1)
     assert [fn(1) for fn in made] == [2, 5, 8, 11], "what they return goes by value, too"
+
+
+def report_of(plan):
+    """A report whose model has run, and what it says on its rank."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.Linear(8, 3))
+    ndtp.parallelize(model, ndtp.ProcessGrid(ndtp.Grid(x=2)), **plan)
+    model(torch.ones(4, 8))
+    report = model.ndtp_report
+    return report, str(report), report._repr_html_(), report.gathered, report.losses, report.replaced
+
+
+@pytest.mark.parametrize("plan", [{"scheme": "1d"}, {"plan": {"*": "1d", "3": None}}], ids=str)
+def test_a_report_leaves_its_rank(ranks, plan):
+    for report, *said in ranks(2).run(report_of, plan):
+        assert said == [str(report), report._repr_html_(), report.gathered, report.losses, report.replaced]
+        with pytest.raises(ndtp.LayoutError, match="has left its rank"):
+            report.volume(4)
