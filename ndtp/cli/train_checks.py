@@ -153,6 +153,8 @@ def check_files(
     largest = None if text is None else _largest_byte(text, context)
     if prompt and not sample:
         raise typer.BadParameter("no text is made that could follow it; fix: --sample 100, say", param_hint="--prompt")
+    if any("\ud800" <= letter <= "\udfff" for letter in prompt):  # bytes of the command line that no text has
+        raise typer.BadParameter("it is not in UTF-8; fix: a terminal in UTF-8, or iconv", param_hint="--prompt")
     if tokenizer is not None and not data:
         raise typer.BadParameter("it is for --data", param_hint="--tokenizer")
     if tokenizer is not None and model is None:

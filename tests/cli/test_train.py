@@ -178,6 +178,10 @@ def test_under_torchrun_a_grid_that_does_not_fit_is_refused_before_ranks_meet(tm
         (("--learning-rate", "nan"), "it must be"),
         (("--tensorboard",), "pip install tensorboard"),
         (("--compare", "nowhere"), "nowhere has no log.csv"),
+        (
+            ("--sample", 2, "--prompt", os.fsdecode(b"caf\xe9")),
+            "Invalid value for --prompt: it is not in UTF-8; fix: a",
+        ),
         (("--model", "no file", "--width", 16), "Invalid value for --width: it has no effect with --model, which has"),
         (("--field", "body"), "Invalid value for --field: it has no effect without --data; fix: leave it out"),
         (("--scheme", "3d"), "Invalid value for --scheme: it has no effect without --grid"),
