@@ -185,7 +185,7 @@ def export_safetensors(
     """
     whole, folder = whole_of(model), Path(folder)
     crew, first = whole.crew, whole.pieces[0].module
-    whole.meet(f"export_safetensors: {folder}")
+    whole.meet(f"export_safetensors: {folder}", one_folder=True)
     crew.agree(failure_of(lambda: check_writable(whole, folder)), "export_safetensors: {}")
     before = f"export_safetensors: {folder} stays as it was"
     with closing(ExportFolder(folder)) as target:

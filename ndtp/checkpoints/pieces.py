@@ -73,8 +73,11 @@ class Whole:
         self.settling = settling
         self.keys: list[tuple[str, ...]] = []
 
-    def meet(self, what: str) -> None:
+    def meet(self, what: str, one_folder: bool = False) -> None:
         """Learn the names of what others have.  A collective, where there are others.
+
+        Args:
+            one_folder: ranks write to the same one, which `what` names; those of several stages always do.
 
         Raises:
             CheckpointError: the ranks are about to do different things, or lack a piece, or two pieces have other
@@ -82,15 +85,15 @@ class Whole:
         """
         self.crew.topic = what
         said: dict[int, list[Entry]] = {piece.index: piece.entries() for piece in self.pieces}
+        by_rank = self.crew.differing(what) if one_folder or self.count > 1 else None
+        if by_rank is not None:
+            raise CheckpointError(
+                f"ranks of one model are about to do different things: {'; '.join(dict.fromkeys(by_rank.values()))}\n"
+                "  fix: one folder for all"
+            )
         if self.count == 1:
             self.keys = [entry.keys for piece in self.pieces for entry in said[piece.index]]
             return
-        by_rank = self.crew.differing(what)
-        if by_rank is not None:
-            raise CheckpointError(
-                f"stages of one model are about to do different things: {'; '.join(dict.fromkeys(by_rank.values()))}\n"
-                "  fix: one folder for all"
-            )
         every = self.per_piece(
             lambda piece: ([(e.keys, e.dense) for e in said[piece.index]], dict(piece.known_as), piece.shares_names)
         )

@@ -83,7 +83,7 @@ def save_pretrained(
 def _save_layers(whole: Whole, folder: Path, dtype: torch.dtype | None, file_bytes: int) -> None:
     (piece,), crew = whole.pieces, whole.crew
     model = piece.module
-    whole.meet(f"save_pretrained: {folder}")
+    whole.meet(f"save_pretrained: {folder}", one_folder=True)
     crew.agree(failure_of(lambda: check_writable(whole, folder)), "save_pretrained: {}")
     before = f"save_pretrained: {folder} stays as it was"
     with closing(ExportFolder(folder)) as target:

@@ -103,7 +103,7 @@ class Saving:
         self._boxes: list[tuple[str, tuple[int, ...], torch.Tensor]] = []
         self._failure, self._written = _UNFINISHED, list[Written]()
         self._thread: Thread | None = None
-        whole.meet(f"save: {folder}")
+        whole.meet(f"save: {folder}", one_folder=True)
         every: list[Kept] = []
 
         def describe() -> None:

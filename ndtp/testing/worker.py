@@ -147,8 +147,7 @@ def _perform(call: CallMessage, stream: io.BytesIO) -> object:
     if sys.path != call.sys_path:
         sys.path[:] = call.sys_path
         importlib.invalidate_caches()
-    if os.getcwd() != call.cwd:
-        os.chdir(call.cwd)
+    os.chdir(call.cwd)  # the one of the last call may have gone
     if call.pytest is not None:
         rank_asserts.install(call.pytest)
         if call.home is not None:

@@ -340,6 +340,28 @@ def saved_otherwise(folder):
     return said, load(model, optimizer, folder)
 
 
+def saved_elsewhere(folder):
+    """Rank 1 names another folder, to which no rank would write."""
+    torch.manual_seed(0)
+    model, said = ndtp.parallelize(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)), mesh_of(Grid(x=2))), []
+    model(torch.ones(2, 4))
+    export = ndtp.checkpoint.export_safetensors
+    for write in (lambda path: save(model, None, path), lambda path: start_save(model, None, path).wait(),
+                  lambda path: export(model, path)):  # fmt: skip
+        try:
+            write(folder / str(torch.distributed.get_rank()))
+        except CheckpointError as error:
+            said.append(str(error))
+    return said
+
+
+def test_ranks_that_write_to_different_folders_are_named(ranks, tmp_path):
+    for said in ranks(2).run(saved_elsewhere, tmp_path):
+        assert len(said) == 3 and all("fix: one folder for all" in each for each in said)
+        assert f"different things: save: {tmp_path}/0; save: {tmp_path}/1" in said[0]
+    assert not [*tmp_path.iterdir()]
+
+
 def test_ranks_that_save_different_things_spoil_no_checkpoint(ranks, tmp_path):
     (said, extra), other = ranks(2).run(saved_otherwise, tmp_path / "run")
     assert (said[:3], extra) == other and len(said) == 4 and extra == {"step": 3, "rows": 0}

@@ -212,7 +212,10 @@ def test_ranks_see_path_directory_and_environment(pool, tmp_path, monkeypatch):
     monkeypatch.setenv("NDTP_TEST", "set")
     import only_here
 
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir("gone")
     assert pool.run(only_here.answer) == [42] * P
+    monkeypatch.chdir(tmp_path), (tmp_path / "gone").rmdir()  # and the ranks are there still
     assert pool.run(place_and_threads)[0][:2] == (str(tmp_path), 1)
     pool.close()  # the environment is that of the start
     assert pool.run(place_and_threads) == [(str(tmp_path), 1, "set")] * P
