@@ -18,7 +18,7 @@ from ndtp.compute.traces import is_in_transform
 from ndtp.models.adopted import class_of, gathered, is_placed
 from ndtp.models.code_reads import CodeReads, note_read
 from ndtp.models.frame import Frame
-from ndtp.models.standing_in import lying, take_place
+from ndtp.models.standing_in import fits, lying, of_other_sizes, take_place
 from ndtp.nn.computed_weights import as_computed
 from ndtp.nn.parameters import put_on_grid
 from ndtp.nn.parameters import taken as taken_from
@@ -79,11 +79,9 @@ class Replicated(nn.Module):
     ndtp_lies: Mapping[str, Lies] = {}
     ndtp_beside: Any = None  # the attention of which it is a part, a `ndtp.models.attention_core.Core`
 
-    def ndtp_plan(self, name: str) -> RelayoutPlan:
-        """The way of a parameter to where this module's code reads it."""
-        value, frame = self._parameters[name], self.ndtp_frame
-        lies: Any = getattr(value, "ndtp_layout", None) or self.ndtp_lies[name].layout  # a moved one has no attributes
-        part = self._part(name)
+    def ndtp_plan(self, name: str, lies: Layout, part: PartOfParameter | None) -> RelayoutPlan:
+        """The way of a parameter, or of what was computed in its place, to where this module's code reads it."""
+        frame = self.ndtp_frame
         used = Layout(frame.mesh.grid, *[None] * lies.ndim) if part is None else part.used
         sums = tuple(axis for axis in self.ndtp_sums if axis not in used.axes and axis not in frame.summed)
         return RelayoutPlan(lies, used, (), sums, f"{self.ndtp_name}.{name}")
@@ -97,6 +95,7 @@ class Replicated(nn.Module):
         value: Any = super().__getattr__(name)
         running = self.ndtp_frame.running
         if name in self.__dict__["_parameters"] and running and running[-1] is not None and value is not None:
+            part, lies = self._part(name), self.ndtp_lies.get(name)
             is_computed = is_plain(value) or not isinstance(value, nn.Parameter)
             if is_computed and not is_placed(value) and self.ndtp_frame.mesh.device_mesh is not None:
                 if is_functorch_wrapped_tensor(value):
@@ -104,8 +103,13 @@ class Replicated(nn.Module):
                 # Computed, and put in its place by `torch.func.functional_call`.
                 where = f"{self.ndtp_name}.{name}"
                 value = as_computed(gathered(value), self.ndtp_frame.mesh, f"'{where.removeprefix('.')}'")
-                value = lying(value, self.ndtp_lies[name], self.ndtp_frame.mesh, where)
-            plan, part = self.ndtp_plan(name), self._part(name)
+                lies = self.ndtp_lies[name]
+                if not fits(value, lies) and not isinstance(part, OfHeads):
+                    lies, part = of_other_sizes(value, self.ndtp_frame.mesh), None
+                value = lying(value, lies, self.ndtp_frame.mesh, where)
+            # One that was moved has no attributes, and what is left of a weight norm has no place of its own.
+            layout: Any = getattr(value, "ndtp_layout", None) or (lies and lies.layout)
+            plan = self.ndtp_plan(name, layout, part)
             reads, known = note_read(running, value, f"'{plan.name.removeprefix('.')}'")
             if known is not None and part is None and not is_in_transform():
                 return known

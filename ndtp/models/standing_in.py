@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ndtp.algebra.layout import Layout
 from ndtp.errors import LayoutError
 from ndtp.nn.parameters import moved_in_place, put_in_place, put_on_grid
 from ndtp.nn.sharded import Lies
@@ -59,12 +60,36 @@ def _how(param: Any) -> tuple[object, ...]:
     return (*param.placements, tuple(stored_shape(param)))
 
 
+def fits(value: Any, lies: Lies) -> bool:
+    """Return whether a tensor has the sizes of a parameter, with padding or without, or those of its shard."""
+    return tuple(value.shape) in (lies.dense, lies.real, lies.shape, lies.shard)
+
+
+def of_other_sizes(value: Any, mesh: ProcessGrid) -> Lies:
+    """Let every rank have the whole of a tensor that code put in the place of a parameter of other sizes.
+
+    Such is a batch of weights of which each sample has its own.
+    """
+    sizes = tuple(value.shape)
+    return Lies.of(Layout(mesh.grid, *[None] * len(sizes)), sizes, sizes)
+
+
 def lying(value: Any, lies: Lies, mesh: ProcessGrid, name: str) -> Any:
-    """Move a tensor that was computed in the place of a parameter to where that lies, differentiably."""
-    if mesh.device_mesh is None or (is_plain(value) and tuple(value.shape) == lies.shard != lies.real):
+    """Move a tensor that was computed in the place of a parameter to where that lies, differentiably.
+
+    Raises:
+        LayoutError: a tensor of other sizes.
+    """
+    sizes = tuple(value.shape)
+    if mesh.device_mesh is None or (is_plain(value) and sizes == lies.shard != lies.real):
         return value
+    if not fits(value, lies) or (is_plain(value) and sizes != lies.dense):
+        layer, _, own = name.rpartition(".")
+        raise LayoutError(
+            f"ndtp: '{name}' is {lies.dense}, split over ranks, and a tensor {sizes} was put in its place for a "
+            f"call of its layer\n  fix: a tensor of its sizes; or parallelize(..., keep=['{layer or own}']), which "
+            "leaves the layer to its own code"
+        )
     if is_plain(value):
-        if tuple(value.shape) != lies.dense:
-            raise LayoutError(f"ndtp: in the place of '{name}' {lies.dense} is a tensor {tuple(value.shape)}")
         return put_in_place(value, lies.layout.placements_on(mesh.mesh_axes), mesh.device_mesh, lies.shape, name)
     return moved_in_place(value, _placed(lies, mesh), lies.shape, name)

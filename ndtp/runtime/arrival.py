@@ -197,9 +197,9 @@ def _lying_as(grad: Tensor, stride: tuple[int, ...]) -> Tensor:
     """A gradient in the order of its parameter's shard.
 
     Autograd sees to that for plain tensors.  Of a DTensor it sees the strides that the whole would have, and fused
-    optimizers read both memories alike.
+    optimizers read both memories alike.  What code has expanded has one place for several elements.
     """
-    if grad.stride() == stride:
+    if grad.stride() == stride or 0 in stride:
         return grad
     return torch.empty_strided(grad.shape, stride, dtype=grad.dtype, device=grad.device).copy_(grad)
 

@@ -126,6 +126,70 @@ def test_frozen_for_one_call(ranks):
     ranks(2).run(check, {"z": 2}, "thawed", tuple(SHAPES))
 
 
+class Affine(nn.Module):
+    """A matrix and a bias that no layer has."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(8, 4) / 8), nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+class OfSamples(nn.Module):
+    """Each sample has weights of its own: of a matrix and a bias that code reads, and of a layer on the grid."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.first, self.makes, self.how = nn.Linear(6, 8), nn.Linear(8, 32), how
+        self.given = Affine()
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = self.first(x)
+        if self.how == "layer":
+            return functional_call(self.last, {"weight": x[0]}, (x,))
+        if self.how == "computed":
+            own = {"weight": self.makes(x.mean(1)).view(-1, 8, 4), "bias": x[..., :1]}
+        else:
+            own = {name: p.unsqueeze(0).expand(2, *p.shape) for name, p in self.given.named_parameters()}
+            own["bias"] = own["bias"].unsqueeze(1)
+        return self.last(torch.tanh(functional_call(self.given, own, (x,))) @ x[..., :4].mT @ x)
+
+
+def check_samples(sizes):
+    mesh = mesh_of(Grid(sizes))
+    x = torch.linspace(-1, 1, 4 * 5 * 6, dtype=torch.float64).view(4, 5, 6).sin()
+    halves = x.chunk(2)
+    for how in ("computed", "expanded"):
+        torch.manual_seed(0)
+        dense = OfSamples(how).double()
+        model = ndtp.parallelize(copy.deepcopy(dense), mesh)
+        loss = model(halves[mesh.rank if "dp" in sizes else 0]).square().sum()
+        if how == "computed" and "dp" in sizes:  # of rows of this rank's own
+            with pytest.raises(ndtp.LayoutError, match="ranks along dp have computed others"):
+                loss.backward()
+            continue
+        loss.backward()
+        for part in halves if "dp" in sizes else halves[:1]:
+            dense(part).square().sum().backward()
+        for (name, p), q in zip(model.named_parameters(), dense.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), f"{how}: {name}"
+            if q.grad is not None:
+                torch.testing.assert_close(whole_of(p.grad), q.grad, msg=lambda text, n=f"{how} {name}": f"{n}: {text}")
+    torch.manual_seed(0)
+    model = ndtp.parallelize(OfSamples("layer").double(), mesh)
+    says = r"'last.weight' is \(4, 8\), split over ranks, and a tensor \(5, 8\)"
+    with pytest.raises(ndtp.LayoutError, match=says + r"[^\n]*\n  fix: [^\n]*keep=\['last'\]"):
+        model(halves[0])
+
+
+@pytest.mark.parametrize("sizes", [{"x": 2}, {"dp": 2}], ids=str)
+def test_weights_of_other_sizes_for_one_call(ranks, sizes):
+    ranks(2).run(check_samples, sizes)
+
+
 def swaps(model, x):
     """What trainers do with `.data`, which gives a parameter other memory: an average, and two layers that change."""
     before = {name: p.data for name, p in model.named_parameters()}
