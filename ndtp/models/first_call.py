@@ -25,7 +25,7 @@ from ndtp.models.made_classes import made_class
 from ndtp.models.not_replicated import NotReplicated
 from ndtp.models.observation import observe_call
 from ndtp.models.plain_gradients import sum_plain_gradients_of
-from ndtp.models.refused_code import refuse_wrapped
+from ndtp.models.refused_code import refuse_shared_memory, refuse_wrapped
 from ndtp.models.report import Report
 from ndtp.models.seen_by_ranks import seen_by_all
 from ndtp.runtime.arrival import is_plain, stored_shape
@@ -137,6 +137,7 @@ class FirstCall:
         """
         split, model = self.split, self.split.model
         refuse_wrapped(model)
+        refuse_shared_memory(model)
         dense = [parameter for parameter in model.parameters() if is_plain(parameter)]
         model.__class__ = vars(type(model))["ndtp_bases"][-1]
         if isinstance(entry := vars(model).get("forward"), OwnForward):

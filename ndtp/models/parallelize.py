@@ -34,7 +34,13 @@ from ndtp.models.placing import stock_model
 from ndtp.models.plain_gradients import sum_plain_gradients_of
 from ndtp.models.profile import use_measured
 from ndtp.models.rechecked import rechecked
-from ndtp.models.refused_code import refuse_layers_of_shards, refuse_lazy, refuse_scripts, refuse_wrapped
+from ndtp.models.refused_code import (
+    refuse_layers_of_shards,
+    refuse_lazy,
+    refuse_scripts,
+    refuse_shared_memory,
+    refuse_wrapped,
+)
 from ndtp.models.report import Report
 from ndtp.models.roles import is_linear
 from ndtp.models.same_weights import check_same_weights
@@ -171,6 +177,7 @@ def parallelize(
     refuse_scripts(model)
     refuse_lazy(model)
     refuse_wrapped(model)
+    refuse_shared_memory(model)
     warn_of_asked_types(model)
     set_hooked_apart(model)
     guard_backward_hooks()

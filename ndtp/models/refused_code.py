@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
@@ -13,6 +13,7 @@ from ndtp.errors import LayoutError
 from ndtp.models.adopted import Adopted
 from ndtp.models.boundary import BoundaryLinear
 from ndtp.nn.sharded import BlockModule, Sharded
+from ndtp.runtime.facts import is_strided
 
 
 def refuse_scripts(model: nn.Module) -> None:
@@ -64,6 +65,50 @@ def refuse_wrapped(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         if isinstance(p, DTensor) and not hasattr(p.device_mesh, "ndtp_grid"):
             raise LayoutError(f"parallelize: {name!r} lies on {p.device_mesh}, of another tool\n  fix: {fix}")
+
+
+def refuse_shared_memory(model: nn.Module) -> None:
+    """Refuse a parameter that learns and another parameter or a buffer that have elements in the same memory.
+
+    The step of one changes the other in the dense model; on the grid each has memory of its own.
+
+    Raises:
+        LayoutError: names the first two.
+    """
+    by_memory: dict[int, list[tuple[int, int, str, Tensor]]] = {}
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
+        if type(x) in (nn.Parameter, Tensor, nn.Buffer) and is_strided(x) and not x.is_meta and x.numel():
+            begin = int(x.storage_offset()) * x.element_size()
+            by_memory.setdefault(x.untyped_storage()._cdata, []).append((begin, begin + _span(x), name, x))
+    for shared in by_memory.values():
+        shared.sort(key=lambda each: each[0])
+        for number, (_, end, first, x) in enumerate(shared):
+            for begin, _, second, y in shared[number + 1 :]:
+                if begin >= end:
+                    break
+                if (x.requires_grad or y.requires_grad) and _overlap(x, y):
+                    raise LayoutError(
+                        f"parallelize: {first!r} {tuple(x.shape)} and {second!r} {tuple(y.shape)} lie in one memory, "
+                        "where a step of one changes the other; on a grid each has memory of its own\n"
+                        "  fix: one parameter for both, as head.weight = table.weight ties two layers; or where they "
+                        "are to be two, memory of its own for one of them, p.data = p.data.clone()"
+                    )
+
+
+def _span(x: Tensor) -> int:
+    """Return the bytes from the first element of a tensor to its last."""
+    steps = zip(x.shape, x.stride(), strict=True)
+    return (1 + sum((int(size) - 1) * int(step) for size, step in steps)) * x.element_size()
+
+
+def _overlap(x: Tensor, y: Tensor) -> bool:
+    """Return whether two tensors whose places lie between each other's have an element in the same place."""
+    if any(each.numel() * each.element_size() == _span(each) for each in (x, y)) or x.dtype != y.dtype:
+        return True
+    # Columns of one matrix, say.
+    marks = torch.zeros(x.untyped_storage().nbytes() // x.element_size(), dtype=torch.bool)
+    marks.as_strided(x.shape, x.stride(), x.storage_offset()).fill_(True)
+    return bool(marks.as_strided(y.shape, y.stride(), y.storage_offset()).any())
 
 
 def refuse_layers_of_shards(model: nn.Module) -> None:

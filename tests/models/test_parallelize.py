@@ -320,6 +320,52 @@ def test_errors():
     assert list(mixed.ndtp_report.replaced) == ["0", "1.up", "1.down"]
 
 
+class OfOneMemory(nn.Module):
+    """Two layers and a buffer, some of which have elements in the same memory."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        flat = torch.randn(64)
+        if how == "tied by data":
+            self.down.weight.data = self.up.weight.data.T
+        elif how == "a buffer":
+            self.register_buffer("kept", self.up.weight.data[2:])
+        elif how == "columns":
+            self.up.weight, self.down.weight = (nn.Parameter(x) for x in (flat.view(8, 8)[:, :4], flat.view(8, 8)[:4]))
+        elif how == "parts":
+            self.up.weight, self.down.weight = (nn.Parameter(x) for x in (flat[:32].view(8, 4), flat[32:].view(4, 8)))
+        elif how == "columns apart":
+            self.up.weight, self.down.weight = (
+                nn.Parameter(x) for x in (flat.view(8, 8)[:, :4], flat.view(8, 8)[:, 4:].T)
+            )
+        elif how == "frozen":
+            self.down.weight.data = self.up.weight.data.T
+            self.requires_grad_(False)
+
+    def forward(self, x):
+        return self.down(self.up(x))
+
+
+def check_one_memory():
+    mesh, x = mesh_of(Grid(x=2)), torch.ones(2, 4)
+    for how, names in (("tied by data", "down.weight"), ("a buffer", "kept"), ("columns", "down.weight")):
+        model = OfOneMemory(how)
+        with pytest.raises(
+            LayoutError, match=rf"'up.weight' .* and '{names}' .* lie in one memory.*\n  fix: one param"
+        ):
+            ndtp.parallelize(model, mesh)
+        assert "ndtp_report" not in vars(model) and type(model.up) is nn.Linear
+    for how in ("parts", "columns apart", "frozen"):
+        model = OfOneMemory(how)
+        expected = model(x)
+        torch.testing.assert_close(ndtp.parallelize(model, mesh, example=x)(x), expected)
+
+
+def test_parameters_of_one_memory_are_refused(ranks):
+    ranks(2).run(check_one_memory)
+
+
 def check_no_padding():
     mesh, words = mesh_of(Grid(x=4)), []
     for plan, inner in (({"0": "up", "2": "down"}, 8), ({"0": "up", "2": "down"}, 6), (None, 6)):
