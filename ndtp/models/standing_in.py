@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ndtp.algebra.layout import Layout
 from ndtp.errors import LayoutError
@@ -60,12 +60,12 @@ def _how(param: Any) -> tuple[object, ...]:
     return (*param.placements, tuple(stored_shape(param)))
 
 
-def fits(value: Any, lies: Lies) -> bool:
+def fits(value: Tensor, lies: Lies) -> bool:
     """Return whether a tensor has the sizes of a parameter, with padding or without, or those of its shard."""
     return tuple(value.shape) in (lies.dense, lies.real, lies.shape, lies.shard)
 
 
-def of_other_sizes(value: Any, mesh: ProcessGrid) -> Lies:
+def of_other_sizes(value: Tensor, mesh: ProcessGrid) -> Lies:
     """Let every rank have the whole of a tensor that code put in the place of a parameter of other sizes.
 
     Such is a batch of weights of which each sample has its own.
