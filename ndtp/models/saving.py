@@ -29,11 +29,12 @@ class SavedWhole:
         """A collective; on rank 0 the whole model is in the host's memory (see `ndtp.checkpoint` for one that is not).
 
         Raises:
-            CheckpointError: other ranks, which have no part of this model, write to the folder, too.
+            CheckpointError: ranks name different folders; or others, with no part of this model, write there, too.
             CommunicationError: rank 0 could not write; on every rank.
         """
         mesh = mesh_of_model(self)  # type: ignore[arg-type]
         crew = crew_of(mesh)
+        crew.agree_on(str(save_directory), "save_pretrained: ranks write to", "one folder for all")
         crew.agree(crew.only_writer(save_directory), "save_pretrained: {}")
         writes = mesh is None or mesh.rank == 0
         state = kwargs.pop("state_dict", None)

@@ -106,6 +106,10 @@ def check_saved(folder):
     again = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
     for key, value in other.state_dict().items():
         assert torch.equal(again.state_dict()[key], value), key
+    with pytest.raises(
+        ndtp.CheckpointError, match=r"ranks write to different things: rank 0: \S*0; rank 1: \S*1\n  fix"
+    ):
+        model.save_pretrained(folder / str(mesh.rank))
     (folder / f"a file {mesh.rank}").write_text("")
     with pytest.raises(ndtp.CommunicationError, match=r"a file .* is not complete; rank 0"):
         model.save_pretrained(folder / "a file 0" / "below")
