@@ -39,7 +39,9 @@ def why_left(module: Any) -> str | None:
         return f"it is a {module._get_name()}, whose weight is no parameter: quantised, and only its own code reads it"
     if is_foreign(module):
         key, first = next((k, p) for k, p in own.items() if _is_own(p))
-        of = f"{str(first.dtype).removeprefix('torch.')}" if not first.is_floating_point() else type(first).__name__
+        if first.is_complex():
+            return f"it is a {kind}, whose {key} is of complex numbers, which are not split"
+        of = type(first).__name__ if first.is_floating_point() else str(first.dtype).removeprefix("torch.")
         return f"it is a {kind}, whose {key} is of {of}: quantised, or a tensor class that only its own code reads"
     if is_linear(module):
         return None

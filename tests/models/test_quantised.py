@@ -7,6 +7,7 @@ from torch import nn
 
 import ndtp
 from ndtp import Grid, LayoutError
+from ndtp.models.left_alone import why_left
 
 
 class Packed(torch.Tensor):
@@ -51,3 +52,10 @@ def check_dynamic() -> None:
 @pytest.mark.parametrize("check", [check_packed, check_dynamic])
 def test_by_name(ranks, check):
     ranks(2).run(check)
+
+
+def test_complex_weights_are_not_called_quantised():
+    assert (
+        why_left(nn.Linear(2, 2, dtype=torch.cfloat))
+        == "it is a Linear, whose weight is of complex numbers, which are not split"
+    )
