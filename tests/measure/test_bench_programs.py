@@ -76,7 +76,8 @@ def same_on_all_ranks():
 
 def test_same_on_all_ranks(ranks):
     for found in ranks(2).run(same_on_all_ranks):
-        assert 0 < found["within"] < found["step_on"] and found["step_off"] > 0
+        off, on = found["blocks"]
+        assert 0 < found["within"] < on and off > 0
 
 
 def test_overlap_checks_every_rival_and_tells_the_parts(ranks, tmp_path):
