@@ -41,6 +41,7 @@ from ndtp.models.whole_rows import (
     with_rows,
 )
 from ndtp.ops.products import relayout
+from ndtp.runtime.at_work import AT_WORK
 from ndtp.runtime.of_turn import OfTurn
 from ndtp.split.spec import Spec, layout_of
 from ndtp.split.tensor import SplitTensor
@@ -171,12 +172,14 @@ class Core:
                     refuse_filled_cache(value, self.layer, self)
         before, self.frame.summed = self.frame.summed, summed
         self.has_whole_rows = bool(kept)
+        AT_WORK.local += not is_whole
         try:
             result = self._outside(forward(*bound.args, **bound.kwargs))
             if isinstance(result, tuple) and len(result) > 1:
                 result = as_tuple(type(result), (result[0], *map(self._besides, result[1:])))
             return result
         finally:
+            AT_WORK.local -= not is_whole
             self.groups, self.frame.summed, self.has_whole_rows = {}, before, False
 
     def _entered(self, name: str, value: Any) -> Any:

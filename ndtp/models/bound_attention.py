@@ -28,6 +28,7 @@ from ndtp.models.settled import MOST_SETTLED, now_of
 from ndtp.models.shared_input import SharedInput
 from ndtp.models.signatures import NamedArguments, signature_of
 from ndtp.models.whole_rows import bound_rows, is_alone, led_back, whole_products
+from ndtp.runtime.at_work import AT_WORK
 from ndtp.runtime.versions import version_of
 from ndtp.split.tensor import SplitTensor
 
@@ -155,12 +156,14 @@ class BoundCall:
         before = frame.get("summed", ())
         own["groups"], own["has_whole_rows"], own["is_whole"], own["running"] = self.groups, True, False, self
         frame["summed"] = ()
+        AT_WORK.local += 1
         try:
             result = forward(*local[:count], **dict(zip(self.names, local[count:], strict=True)))
             if isinstance(result, tuple) and any(isinstance(x, Tensor) for x in result[1:]):
                 result = as_tuple(type(result), (result[0], *map(core._besides, result[1:])))
             return result
         finally:
+            AT_WORK.local -= 1
             own["groups"], own["has_whole_rows"], own["running"], frame["summed"] = {}, False, None, before
             self.x, self.results, self.then, self.held = None, [], [], None
 

@@ -64,6 +64,8 @@ class Sharded(nn.Module):
         wire: the dtypes in which its tensors travel.
     """
 
+    ndtp_sums_gradients = True  # over ranks with other rows, see `ndtp.runtime.handed_out`
+
     def __init__(self, mesh: ProcessGrid, seed: int | None, name: str, wire: GivenWire = None) -> None:
         super().__init__()
         mesh = given_mesh(mesh, name, wire=wire)

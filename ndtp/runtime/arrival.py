@@ -51,7 +51,7 @@ def plain_of(x: Any) -> Tensor:
         LayoutError: it is split, and what reads it takes it for whole.
     """
     if any(not placement.is_replicate() for placement in x.placements):
-        from ndtp.runtime.refused_reads import refused
+        from ndtp.runtime.reads_beside_plain import refused
 
         raise refused("an operation", x, ())
     return x.full_tensor()  # whose gradient is no layer's, which would be the sum of all ranks

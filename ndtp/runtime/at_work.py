@@ -13,6 +13,7 @@ class _AtWork(threading.local):
 
     Attributes:
         models: the rows of each, `ndtp.runtime.default_group.OwnRows`.
+        local: how many attentions run their code on this rank's heads or rows: plain tensors are parts there.
         asked: how often the group of rows was asked for.
         gathered: for each function that runs with the whole of a split tensor, its grid, and along which axes ranks
             have rows of their own.
@@ -21,6 +22,7 @@ class _AtWork(threading.local):
 
     def __init__(self) -> None:
         self.models: list[Any] = []
+        self.local = 0
         self.asked = 0
         self.gathered: list[Any] = []
         self.given: deque[tuple[ref[object], tuple[str, ...], int]] = deque(maxlen=8)

@@ -27,14 +27,20 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ndtp.compute.torch_calls import Arguments, Keywords, TorchFunction
 from ndtp.errors import LayoutError
-from ndtp.runtime.at_work import at_work
 from ndtp.runtime.dtensor_rules import LISTS, WRITES, dtensor_of, is_loss, is_odd, is_trusted, lacks_rule
 from ndtp.runtime.grid_parts import clear, full_of, on_every_rank
 from ndtp.runtime.halves import HALVES, laid_sizes
 from ndtp.runtime.handed_out import is_moved, note_use
 from ndtp.runtime.list_operations import by_groups, groups_of, operands_of_each
 from ndtp.runtime.reads import NamedRead
-from ndtp.runtime.refused_reads import is_whole_tensor, refused
+from ndtp.runtime.reads_beside_plain import (
+    fits,
+    is_plain_beside,
+    is_read_beside_wholes,
+    is_whole_tensor,
+    refused,
+    warn_of_gathered,
+)
 from ndtp.runtime.shard_operations import NARROW, is_joint, is_norm_of_many, joined_norms, norms_on_shards, on_shards
 from ndtp.runtime.whole_operations import by_whole, count_writes, drawn, wrote
 
@@ -308,12 +314,13 @@ def _beside_plain(kind: object, func: Any, name: str, flat: Sequence[Any], tree:
     is_split = False
     if any(map(_is_plain, into)):
         given = [full_of(x) if isinstance(x, DTensor) else x for x in flat]
-    elif all(_is_plain_beside(x, flat) for x in flat if isinstance(x, DTensor)) and written is None:
+    elif all(is_plain_beside(x, flat) for x in flat if isinstance(x, DTensor)) and written is None:
         given = [x._local_tensor if isinstance(x, DTensor) else x for x in flat]
-    elif written is None and _is_read_outside(func, flat):
+    elif written is None and is_read_beside_wholes(func, flat):
+        warn_of_gathered(flat)
         given = [full_of(x) if isinstance(x, DTensor) else x for x in flat]
     else:
-        split = next((x for x in flat if isinstance(x, DTensor) and not _is_plain_beside(x, flat)), into[0])
+        split = next((x for x in flat if isinstance(x, DTensor) and not is_plain_beside(x, flat)), into[0])
         is_each = torch.Tag.pointwise in func.tags or name == "copy_" or "foreach" in name
         is_in_backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]  # of what ran on the whole
         if not is_each and (type(written) is kind or is_in_backward or is_loss(func)):
@@ -343,51 +350,15 @@ def _beside_plain(kind: object, func: Any, name: str, flat: Sequence[Any], tree:
     return tree_map(lambda x: _taken(kind, x, of, name, None, real) if isinstance(x, DTensor) else x, made)
 
 
-def _is_read_outside(func: Any, flat: Sequence[Any]) -> bool:
-    """Whether code outside of a model's forward, where plain tensors are whole, reads its parameters beside them.
-
-    What a constant of a parameter's sizes gives with it element by element stays on the grid.  Gradients of plain
-    tensors are plain.
-    """
-    mine = [x for x in flat if isinstance(x, DTensor)]
-    if at_work() is not None or not all(getattr(x, "ndtp_of_model", False) for x in mine):
-        return False
-    plain = [x for x in flat if is_whole_tensor(x)]
-    if torch.Tag.pointwise not in func.tags or not all(_fits(x, y.shape) for x in plain for y in mine):
-        return True
-    if torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
-        return torch.is_grad_enabled() and any(x.requires_grad for x in plain)
-    return any(any(x.stride()) for x in plain)  # the gradient of a sum is a number that was expanded
-
-
 def _is_plain(x: object) -> bool:
     return isinstance(x, Tensor) and not isinstance(x, DTensor)
-
-
-def _is_plain_beside(x: Any, flat: Sequence[Any]) -> bool:
-    """Whether a DTensor beside plain tensors is to be one, too: every rank has it whole, and code reads it.
-
-    A term of the loss that is made of a layer's parameter alone goes on as one of the grid, as its gradient does.
-    """
-    if not all(placement.is_replicate() for placement in x.placements) or getattr(x, "is_padded", False):
-        return False
-    if getattr(x, "ndtp_is_read", False):
-        return True
-    return any(is_whole_tensor(y) and not _fits(y, x.shape) for y in flat)
-
-
-def _fits(x: Tensor, shape: Any) -> bool:
-    try:
-        return torch.broadcast_shapes(x.shape, shape) == shape
-    except RuntimeError:
-        return False
 
 
 def _beside(x: Tensor, split: Any, name: str, flat: Sequence[Any]) -> Any:
     """A plain tensor as one that every rank has, in the place of the split one's whole."""
     shape = getattr(split, "_dtensor", split).shape
     x = x.to_dense() if x.is_sparse else x  # what SparseAdam adds
-    if not _fits(x, split.shape):
+    if not fits(x, split.shape):
         raise refused(name, split, flat)
     if shape != split.shape:
         real_sizes, at = laid_sizes(split.shape, len(shape)), x.dim() - split.dim() + 1

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import ParametrizationList
 
 from ndtp.errors import LayoutError
 from ndtp.runtime.at_work import at_work
@@ -19,6 +20,7 @@ from ndtp.runtime.grid_parts import lying_as, part_of
 _PUT_ON = {"apply", "global_unstructured", "register_parametrization", "spectral_norm"}  # of torch.nn.utils
 _CALLS = {nn.Module._wrapped_call_impl.__code__, nn.Module._call_impl.__code__}
 _MOVING = {nn.Parameter.__new__.__code__, nn.Module._apply.__code__}
+_SUMS = "ndtp_sums_gradients"  # of layers on a grid
 _MOST_FRAMES = 48  # between one of these and an operation
 
 
@@ -70,15 +72,17 @@ def is_moved() -> bool:
 
 
 def _is_read_by_others(parameter: object) -> bool:
-    """Return whether code that is called by no module with the parameter computes with one whose layer sums gradients.
+    """Return whether code in a forward computes with a parameter as it is, so that nobody sums what it gives.
 
-    A hook of the layer, as of a weight norm, computes the layer's weight, whose gradient the layer sums.
+    A hook of a layer, as of a weight norm, and a parametrization compute the layer's weight, whose gradient the layer
+    sums.  What a module reads of its own comes as a plain tensor, whose gradient is summed.
     """
     own = vars(parameter)
-    if own.get("ndtp_summed_over") or "ndtp_set_aside" in own:
+    if own.get("ndtp_is_read") or "ndtp_set_aside" in own:
         return False
     calls = (frame.f_locals["self"] for frame in callers(_MOST_FRAMES) if frame.f_code in _CALLS)
-    return not any(parameter is each for module in calls for each in module._parameters.values())
+    makers = (each for each in calls if isinstance(each, ParametrizationList) or hasattr(each, _SUMS))
+    return not any(parameter is each for maker in makers for each in maker._parameters.values())
 
 
 def _is_put_on() -> bool:

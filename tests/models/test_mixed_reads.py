@@ -1,6 +1,5 @@
-"""Model code that takes a layer's weight for a plain tensor: named, with a fix that works."""
+"""Model code that computes with a layer's weight, or with parameters that it keeps in lists: exact, and named once."""
 
-import ast
 import copy
 import re
 import warnings
@@ -20,7 +19,7 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaModel
 
 import ndtp
-from ndtp import Grid, LayoutError
+from ndtp import Grid
 
 
 class MLPThatReads(LlamaMLP):
@@ -54,22 +53,15 @@ def read_by(name, kind):
 
 
 def check_models():
-    """What each is told, and that what it is told helps."""
+    """What each is told."""
     mesh, ids = mesh_of(Grid(x=1, y=2)), torch.arange(24).view(4, 6)
     told = {}
     for name, kind in READERS.items():
-        dense, keep = read_by(name, kind), []
-        for _ in range(3):
-            model = ndtp.parallelize(read_by(name, kind), mesh, scheme="2d", keep=keep)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # of what is gathered for a layer that is whole
-                told.setdefault(name, model.ndtp_report.kept.get(name, "")) if "self_attn" in name else None
-                try:
-                    loss = model(input_ids=ids, labels=ids).loss
-                    break
-                except LayoutError as error:
-                    told.setdefault(name, str(error))
-                    keep += ast.literal_eval(re.search(r"keep=(\[.*?\])", str(error))[1])
+        dense, model = read_by(name, kind), ndtp.parallelize(read_by(name, kind), mesh, scheme="2d")
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            loss = model(input_ids=ids, labels=ids).loss
+        told[name] = [str(each.message) for each in warned if "That" in str(each.message)]
         expected = dense(input_ids=ids, labels=ids).loss
         torch.testing.assert_close(loss, expected)
         loss.backward()
@@ -98,33 +90,74 @@ class PairThatIsRead(nn.Module):
         return F.linear(self.pair(x), self.pair.up.weight)
 
 
+def gradients_equal(dense, model, x, mesh):
+    """Compare a step of a model, whose ranks along dp have rows of their own, with the dense one's."""
+    ranks = 2 if "dp" in mesh.grid.names else 1
+    here = mesh.grid.coordinate(mesh.rank).get("dp", 0)
+    dense(x).square().mean().backward()
+    mine = model(x.chunk(ranks)[here])
+    torch.testing.assert_close(mine, dense(x).chunk(ranks)[here])
+    (mine.square().mean() / ranks).backward()
+    for (name, p), q in zip(dense.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(q.grad.full_tensor(), p.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
 def check_pairs():
-    torch.manual_seed(0)
-    names = {"pair.up": "up", "pair.down": "down"}
-    model = ndtp.parallelize(PairThatIsRead(), mesh_of(Grid(x=2)), names, scheme="1d")
-    with pytest.raises(LayoutError) as error:
-        model(torch.randn(4, 8))
-    torch.manual_seed(0)
-    dense, x = PairThatIsRead(), torch.randn(4, 8)
-    kept = ndtp.parallelize(copy.deepcopy(dense), mesh_of(Grid(x=2)), scheme="1d", keep=["pair.up"], strict=False)
-    torch.testing.assert_close(kept(x), dense(x))
-    return str(error.value)
+    for scheme in ("1d", "1d-sp"):
+        mesh = mesh_of(Grid(x=2))
+        torch.manual_seed(0)
+        dense = PairThatIsRead()
+        names = {"pair.up": "up", "pair.down": "down"}
+        model = ndtp.parallelize(copy.deepcopy(dense), mesh, names, scheme=scheme)
+        gradients_equal(dense, model, torch.randn(4, 8), mesh)
 
 
-def test_what_is_read_is_named_and_the_fix_helps(ranks):
+def test_what_is_read_is_exact_and_named_once(ranks):
     told = ranks(2).run(check_models)[0]
-    line = r" which is split over ranks, in \w+ beside tensors that are not.*\n  at .*test_mixed_reads.py, line \d+\n"
-    assert set(told) == set(READERS) - {"model"}  # its norm, on x=1, is whole on every rank: a plain tensor
+    gate, down = told["model.layers.0.mlp"]
+    assert re.search(r"MLPThatReads reads 'model.layers.0.mlp.gate_proj.weight' \(.* split over ranks, beside", gate)
+    assert "down_proj.weight" in down and re.search(r"\n  at .*test_mixed_reads.py, line \d+\n  fix: call the", down)
     assert not told["model.layers.1.self_attn"]  # its trial fails, so that the model is observed; it is split, too
-    read = r"MLPThatReads reads 'model.layers.0.mlp.gate_proj.weight' \(.*\),"
-    text = told["model.layers.0.mlp"]
-    assert re.search(read + line + r"  fix: call the layer .* keep=\['model\.", text), text
+    assert not told["model"]  # its norm, on x=1, is whole on every rank: a plain tensor
 
 
 def test_of_a_pair(ranks):
-    told = ranks(2).run(check_pairs)[0]
-    assert "PairThatIsRead reads 'pair.up.weight' (" in told
-    assert told.endswith("or parallelize(..., keep=['pair.up']), which leaves it whole")
+    ranks(2).run(check_pairs)
+
+
+class Kept(nn.Module):
+    """Code that reaches parameters by a list, and puts them into a layer that is no part of the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.w, self.v, self.b = (nn.Parameter(torch.randn(*sizes)) for sizes in ((8, 16), (16, 8), (16,)))
+        stray = nn.Linear(8, 16)
+        stray._parameters.update(weight=None, bias=None)
+        self.held, self.stray = (self.w, self.v, self.b, self.first.weight), (stray,)
+
+    def forward(self, x):
+        w, v, b, first = self.held
+        y = self.first(x)
+        y = (y @ w + b).relu() @ v + F.linear(x, first) + x[:, :1] * self.v.sum(0)
+        self.stray[0]._parameters.update(weight=v, bias=b)
+        y = y + self.stray[0](x[:, :1].expand(-1, 8)).mean(-1, keepdim=True)
+        self.stray[0]._parameters.update(weight=None, bias=None)
+        return self.last(y)
+
+
+def check_kept():
+    for sizes, scheme in (({"x": 2}, "1d"), ({"x": 2}, "1d-sp"), ({"dp": 2}, "3d"), ({"z": 2}, "3d")):
+        mesh = mesh_of(Grid(sizes))
+        torch.manual_seed(0)
+        dense = Kept().double()
+        torch.manual_seed(0)
+        model = ndtp.parallelize(Kept().double(), mesh, scheme=scheme)
+        gradients_equal(dense, model, torch.randn(8, 6, dtype=torch.float64), mesh)
+
+
+def test_parameters_that_code_keeps_in_a_list(ranks):
+    ranks(2).run(check_kept)  # along dp each rank's gradient of them was left its own
 
 
 class WithMoreThanItUses(nn.Sequential):
