@@ -33,7 +33,7 @@ def is_plain_beside(x: Any, flat: Sequence[Any]) -> bool:
     return any(is_whole_tensor(y) and not fits(y, x.shape) for y in flat)
 
 
-def is_read_beside_wholes(func: Any, flat: Sequence[Any]) -> bool:
+def is_read_beside_wholes(func: torch._ops.OpOverload, flat: Sequence[Any]) -> bool:
     """Whether code reads parameters of a model beside plain tensors that are whole, as those outside of its forward.
 
     In a forward all plain tensors are, but for those of an attention that runs on the heads of a rank.
