@@ -19,6 +19,7 @@ from torch import Tensor
 from ndtp.compute.torch_calls import Arguments, Keywords, TorchFunction
 from ndtp.compute.traces import is_in_transform
 from ndtp.errors import LayoutError
+from ndtp.runtime.arrival import tensors_in
 from ndtp.runtime.eagerly import as_it_is
 from ndtp.split.spec import ShardForm, Spec
 
@@ -234,11 +235,7 @@ def leave(x: Tensor) -> Tensor:
 
 def split_in(x: object) -> list[SplitTensor]:
     """The split tensors among the operands of a function, in lists, tuples and mappings as well."""
-    if isinstance(x, SplitTensor):
-        return [x]
-    if isinstance(x, Mapping):
-        x = list(x.values())
-    return [found for each in x for found in split_in(each)] if isinstance(x, (list, tuple)) else []
+    return [found for found in tensors_in(x) if isinstance(found, SplitTensor)]
 
 
 def mapped(x: Any, change: Callable[[Any], Any], kind: Any = SplitTensor) -> Any:
