@@ -24,6 +24,7 @@ ROW = 64  # bytes
 _CELL = struct.Struct(f"<q{ROW}sq")  # number, row, and a sum that tells a row from half of one
 _TOLD = struct.Struct("<3q")  # of `shared_board`
 _SHORTEST_NAP_S, _LONGEST_NAP_S, _LOOKS_S = 2e-5, 1e-3, 0.5
+_LIMIT = struct.pack("@ll", int(_LOOKS_S), int(_LOOKS_S % 1 * 1e9))  # struct timespec
 _STUCK_S = 2.0  # a row that comes no sooner may never come
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if sys.platform == "linux" else None  # of `syscall`
 _LOW = 2**32 - 1  # what a futex compares: the lower half of a row's number
@@ -68,14 +69,17 @@ class Board:
         self.count = count = self.count + 1
         memory, size, ranks = self.memory, _CELL.size, len(self.processes)
         start = count % 2 * ranks * size
-        own, cell = start + self.rank * size, _CELL.pack(count, row, crc32(row, count & _LOW))
+        end, own, cell = (
+            start + ranks * size,
+            start + self.rank * size,
+            _CELL.pack(count, row, crc32(row, count & _LOW)),
+        )
         memory[own : own + size] = cell
         begin = looked = nap = 0.0
+        alike = cell * ranks  # what is like this rank's own row to the last byte is complete
         while True:
-            came = self._words[self._all_came]
-            shown = memory[start : start + ranks * size]
-            # What is like this rank's own row to the last byte is complete.
-            rows = [row] * ranks if shown == cell * ranks else self._rows(shown, count)
+            came, shown = self._words[self._all_came], memory[start:end]
+            rows = [row] * ranks if shown == alike else self._rows(shown, count)
             if rows is not None:
                 if came != count:
                     self._words[self._all_came] = count
@@ -93,7 +97,7 @@ class Board:
                 if missing and now - begin > _STUCK_S:
                     look(missing)
             if self._sleep is not None and came != count:
-                self._sleep.wait(self._all_came * 8, came & _LOW, _LOOKS_S)
+                self._sleep.wait(self._all_came * 8, came & _LOW)
             else:  # half of a row is there
                 time.sleep(nap)
                 nap = min(max(_SHORTEST_NAP_S, (now - begin) / 8), _LONGEST_NAP_S)
@@ -134,10 +138,9 @@ class Futex:
         self._memory = ctypes.c_char.from_buffer(memory)  # held: it keeps the mapping where it is
         self._address = ctypes.addressof(self._memory)
 
-    def wait(self, at: int, seen: int, seconds: float) -> None:
-        """Return when woken, at once if the 32 bits at a byte are not `seen` any more, or after some seconds."""
-        limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e9))
-        self._call(self._number, self._address + at, _WAIT, seen, limit, None, 0)
+    def wait(self, at: int, seen: int) -> None:
+        """Return when woken, at once if the 32 bits at a byte are not `seen` any more, or after `_LOOKS_S`."""
+        self._call(self._number, self._address + at, _WAIT, seen, _LIMIT, None, 0)
 
     def wake(self, at: int) -> None:
         self._call(self._number, self._address + at, _WAKE, _EVERYBODY, None, None, 0)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Sequence
-from ctypes import string_at
 from functools import partial
 from itertools import count
 from operator import itemgetter
@@ -39,6 +38,7 @@ from ndtp.runtime.facts import (
     GENERATORS,
     Fact,
     Fingerprint,
+    bytes_of,
     drawn_since,
     form_of,
     hash_of,
@@ -57,6 +57,7 @@ from ndtp.runtime.region import may_compare
 _NUMBERS = count()  # models that ranks split in the same order have the same
 _name = itemgetter(0)
 SELDOM = 16  # calls without gradients for each that looks at all modules
+_DRAWS = 64  # calls for each that looks at generators from which the one before has not drawn
 
 
 class SameCalls:
@@ -175,7 +176,8 @@ class SameCalls:
             return
         at_work.end()
         own["at_work"] = None
-        drawn = drawn_since(own.get("drawn", {}), self.mesh.device_type, self._rows)
+        before = own.get("drawn")
+        drawn = drawn_since(before, self.mesh.device_type, self._rows) if before else {}
         self.draws = tuple(drawn)
         self.of_last += drawn.values()
         if torch.is_grad_enabled():
@@ -230,8 +232,8 @@ class SameCalls:
         compare(self.mesh, conversation, point, self.rows)
         if is_seen and steps.due:
             steps.compare_weights(what)
-        asked = GENERATORS if self.thorough or (number - 1) % SELDOM < 2 else self.draws
-        own["drawn"] = random_states(device_type, asked) if model.training else {}
+        asked = GENERATORS if self.thorough or number < 3 or number % _DRAWS == 0 else self.draws
+        own["drawn"] = random_states(device_type, asked) if asked and model.training else {}
 
     def _reads(self) -> list[tuple[int, str]]:
         """Return what was read since the last point of tensors of which all ranks with the same rows have parts."""
@@ -255,8 +257,7 @@ class SameCalls:
                 real.append((name, value))
             elif value.layout is torch.strided and not value.is_quantized:
                 if where == "cpu":
-                    value = value if value.is_contiguous() else value.contiguous()
-                    of_rows.append(crc32(string_at(value.data_ptr(), value.nbytes) if value.nbytes else b""))
+                    of_rows.append(crc32(bytes_of(value)))
                 else:
                     seen: Any = hash_of(value)
                     self.late.append((Fact(f"input {name} of the last call: values", "", self._rows), seen))
@@ -389,7 +390,7 @@ class SameCalls:
 
     def compare_late(self) -> None:
         """Compare what an accelerator has computed since the last point, before an optimizer uses it."""
-        if not self.is_on:
+        if self.mesh.device_type == "cpu" or not self.is_on:
             return
         if (conversation := self.mesh.groups.conversation()) is not None:
             what = f"optimizer step after call {self.calls} of {self.name}"

@@ -35,11 +35,11 @@ def inputs_of(kind: Any, args: Arguments, kwargs: Keywords) -> list[tuple[str, o
     by which code may go.
     """
     names, places = _names_of(kind)
-    given = [
-        *zip(names, args, strict=False),
-        *sorted(kwargs.items(), key=lambda item: places.get(item[0], len(places))),
-    ]
-    given += [(f"argument {i}", args[i]) for i in range(len(names), len(args))]
+    given = [*zip(names, args, strict=False)]
+    if kwargs:
+        given += sorted(kwargs.items(), key=lambda item: places.get(item[0], len(places)))
+    if len(args) > len(names):
+        given += [(f"argument {i}", args[i]) for i in range(len(names), len(args))]
     for _, value in given:
         if type(value) is not Tensor or not is_strided(value):
             return [leaf for name, value in given for leaf in leaves_of(value, name)]

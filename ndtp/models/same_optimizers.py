@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from ndtp.runtime.facts import Fact, digest
 Settings = tuple[int, str, list[dict[str, Any]], float | None]
 PLAIN = (bool, int, float, str, tuple, type(None))
 
+OptimizerSettings = tuple[str, "OptimizerGroups", float | None]
+
 _WATCHED: list[ref[Any]] = []
 
 
@@ -27,6 +29,7 @@ class _Known:
 
     Attributes:
         key: the models that were asked, and how many weights it had.
+        rests: whether nobody looks at anything until the end of the next step.
         weights: of each group how many, and a hash of the names that models have for them; of the weights in `ids`.
     """
 
@@ -34,11 +37,12 @@ class _Known:
     ids: Any = None
     weights: Sequence[str] = ()
     concerned: Sequence[Any] = ()
+    rests = False
     given: Any = None
     groups: OptimizerGroups
 
 
-_KNOWN: WeakKeyDictionary[Optimizer, _Known] = WeakKeyDictionary()
+_KEY = "_ndtp_known"  # of the record among the attributes of an optimizer, which no copy or file of it has
 
 
 def watch_steps(calls: object) -> None:
@@ -56,9 +60,11 @@ def _observe() -> None:
 def _before(optimizer: Optimizer, args: Arguments, kwargs: Keywords) -> None:
     if not _WATCHED or torch.compiler.is_compiling():
         return
-    known = _KNOWN.get(optimizer)
+    known = vars(optimizer).get(_KEY)
     if known is None:
-        known = _KNOWN[optimizer] = _Known()
+        known = vars(optimizer)[_KEY] = _Known()
+    elif known.rests:
+        return
     alive = [each for one in _WATCHED if (each := one()) is not None and each.is_on]
     watched = [(each, model) for each in alive if (model := each.held) is not None]
     key = ([each.number for each, _ in watched], [len(group["params"]) for group in optimizer.param_groups])
@@ -71,11 +77,10 @@ def _before(optimizer: Optimizer, args: Arguments, kwargs: Keywords) -> None:
 
 
 def _after(optimizer: Optimizer, args: Arguments, kwargs: Keywords) -> None:
-    known = _KNOWN.get(optimizer) if _WATCHED and not torch.compiler.is_compiling() else None
-    if known is not None and known.concerned:
-        settings = _settings_of(optimizer, known)
-        for calls in known.concerned:
-            calls.steps.after_step(settings)
+    known = vars(optimizer).get(_KEY)
+    if known is not None and known.concerned and not torch.compiler.is_compiling():
+        settings = partial(_settings_of, optimizer, known)
+        known.rests = not sum([calls.steps.after_step(settings) for calls in known.concerned])
 
 
 class OptimizerGroups(list[dict[str, Any]]):
@@ -100,7 +105,7 @@ def _group_settings(group: dict[str, object], weights: str) -> dict[str, object]
     return own
 
 
-def _settings_of(optimizer: Optimizer, known: _Known) -> tuple[str, OptimizerGroups, float | None]:
+def _settings_of(optimizer: Optimizer, known: _Known) -> OptimizerSettings:
     """Return the settings with which an optimizer has made a step."""
     given: Any = [{**group, "params": tuple(map(id, group["params"]))} for group in optimizer.param_groups]
     if known.given is None or known.given != given:

@@ -38,6 +38,8 @@ class Parts:
         wants, lacks: for each parameter, whether it wants a gradient, and whether it has none.
         stale: the numbers of parameters whose gradient was there before the last step.
         written: how often others than optimizers have written to a parameter since the last call, by its number.
+        in_all: for each parameter, how often anybody has written to it since it was looked at last.
+        is_part: whether `trains` and `wants` alone are of this moment.
     """
 
     owns: list[dict[str, Any]] = field(default_factory=list)
@@ -55,6 +57,8 @@ class Parts:
     lacks: bytes = b""
     stale: tuple[int, ...] = ()
     written: dict[int, int] = field(default_factory=dict)
+    in_all: list[int] = field(default_factory=list)
+    is_part: bool = False
 
     def told(self, before: Numbered | None) -> tuple[object, ...]:
         """Return what all ranks have alike of it.
@@ -75,6 +79,7 @@ class Parts:
             self.lacks,
             self.stale,
             self.written,
+            self.in_all,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count as count_up
 from operator import attrgetter, is_, itemgetter
@@ -16,19 +16,20 @@ from ndtp.compute.traces import unrecorded
 from ndtp.errors import MismatchError
 from ndtp.models.replicas import brought_together, may_drift
 from ndtp.models.same_gradients import GradientChanges, told
-from ndtp.models.same_optimizers import OptimizerGroups, Settings
+from ndtp.models.same_optimizers import OptimizerSettings, Settings
 from ndtp.models.same_parts import Numbered, Parts, numbers_of, walk
 from ndtp.nn.sharded import Sharded
 from ndtp.runtime.arrival import is_plain, local_of
-from ndtp.runtime.facts import Fact, Fingerprint, digest, hash_of_content, is_strided, projection_of
+from ndtp.runtime.facts import SUMMARY, Fact, Fingerprint, digest, hash_of_content, is_strided, projection_of
 from ndtp.runtime.points import Point, compare_facts, compare_once
-from ndtp.runtime.versions import Versions
+from ndtp.runtime.versions import Version, Versions
 from ndtp.runtime.writes import writes
 
 _trains, _wants = itemgetter("training"), attrgetter("requires_grad")
 _grad: Any = vars(torch._C.TensorBase)["grad"].__get__
 _is_none = partial(is_, None)
 _ASKED = 2  # parameters whose gradient is asked for whether it was there before: `zero_grad` is called for all of them
+_FIRST = _APART = 8  # steps that are looked at whole: the first ones, and one of so many later ones
 
 
 class Steps:
@@ -40,6 +41,8 @@ class Steps:
     Attributes:
         taken: steps of optimizers that have some of its weights.
         due: whether all weights are to be compared at the next call.
+        looks: whether weights and gradients are looked at one by one, from the end of the last step to the next one;
+            else modules and parameters tell whether they train.
     """
 
     def __init__(self, calls: Any) -> None:
@@ -48,12 +51,14 @@ class Steps:
         self._done: list[Settings] = []
         self._seen: list[Any] | None = None  # versions of the weights after their last known change
         self._written: dict[int, int] = {}  # as in `Parts`, before steps of optimizers
+        self._looked_at: list[Version] = []  # versions of the weights when they were looked at last
         self._gradients: dict[int, Any] = {}  # and of gradients after the last step, by the number of the parameter
         self._parts = Parts()
         self._numbers: Numbered | None = None  # those that ranks had when they were compared last
         self._contents: list[int] | None = None  # hashes of the weights after the last step that was looked at
         self._noted: tuple[nn.Parameter, ...] = ()  # whose weights these are
-        self.due, self._writes = True, 0
+        self.due, self.looks, self._writes = True, True, 0
+        self._is_told = calls.mesh.device_type != "cpu"  # what an accelerator has computed is compared before each step
         self.between = GradientChanges()
 
     # ------------------------------------------------------------------------------------------------------ the state
@@ -65,17 +70,12 @@ class Steps:
             anew: whether to look which modules, hooks and parameters there are; else those of the last time are asked.
         """
         parts = self._parts
-        if anew or not parts.owns:
+        if anew := anew or not parts.owns:
             parts = Parts()
             walk(model, parts, is_root=True)
             parts.named = digest(parts.names)
             parts.counts = Versions(parts.parameters, self._calls.thorough)
-        parameters, now = parts.parameters, parts.counts.now()
-        seen = self._seen
-        if seen is None:  # a copy that is called first: torch counts the writes to one from zero
-            seen = parts.counts.of_new(now)
-        elif len(seen) != len(now):
-            seen = now
+        parameters = parts.parameters
         # By functions in C alone: it is done at every call, when nothing of it is in a cache of the processor.
         try:
             parts.trains = bytes(map(_trains, parts.owns))
@@ -83,7 +83,15 @@ class Steps:
             parts.trains = bytes(module.training for module in model.modules())
         with torch._C.DisableTorchFunctionSubclass():  # as in `Versions.now`
             parts.wants = bytes(map(_wants, parameters))
+            parts.is_part = not (anew or self.looks)
+            if parts.is_part:
+                return parts
             parts.lacks = bytes(map(_is_none, map(_grad, parameters)))
+        seen, now = self._seen, parts.counts.now()
+        if seen is None:  # a copy that is called first: torch counts the writes to one from zero
+            seen = parts.counts.of_new(now)
+        elif len(seen) != len(now):
+            seen = now
         parts.numbers = [*map(dict.get, parts.keepers, parts.keys)]
         parts.stale, parts.written, self._written = (), self._written, {}
         if self._gradients:
@@ -93,6 +101,7 @@ class Steps:
             self._gradients = {i: there[i] for i in parts.stale}
         if now != seen:
             parts.written = parts.counts.changed(seen, now, parts.written)
+        parts.in_all, self._looked_at = parts.counts.between(self._looked_at, now), now
         if parts.written:
             self._writes += 1
             self.due |= self._writes == 1 or self._writes % self._calls.every == 0
@@ -102,6 +111,8 @@ class Steps:
     def told(self) -> tuple[object, ...]:
         """Return what all ranks have alike of the state that was looked at last."""
         parts, before = self._parts, self._numbers
+        if parts.is_part:
+            return parts.trains, parts.wants
         self._numbers = parts.keepers, parts.keys, parts.numbers
         return parts.told(before)
 
@@ -132,6 +143,7 @@ class Steps:
             count = parts.written.get(i)
             how = f"written to {count} times" if count else "as it was" if count is None else "other memory or dtype"
             facts.append(Fact(f"weight '{name}' since the last call", how))
+            facts.append(Fact(f"{SUMMARY}the writes to '{name}' since it was last looked at", parts.in_all[i]))
         return facts
 
     def changed_gradients(self, changed: Mapping[int, int]) -> list[Fact]:
@@ -150,29 +162,41 @@ class Steps:
     # ------------------------------------------------------------------------------------------------------ optimizers
 
     def before_step(self) -> None:
-        if self._calls.mesh.device_type != "cpu":
-            self._calls.compare_late()
+        self._calls.compare_late()
+        if not self.looks:
+            return
         self.between.before_step(self._parts.parameters)
         seen, now = self._seen or [], self._parts.counts.now()
         if now != seen and len(now) == len(seen):
             self._written, self._seen = self._parts.counts.changed(seen, now, self._written), now
 
-    def after_step(self, settings: tuple[str, OptimizerGroups, float | None]) -> None:
-        self.taken += 1
-        self._done.append((self.taken, *settings))
-        parameters = self._parts.parameters
-        self._seen = self._parts.counts.now()
-        apart = 1 if self._calls.thorough else max(1, len(parameters) // _ASKED)
-        self._gradients = {}
-        for i in range(0, len(parameters), apart):
-            if (state := _state_of(parameters[i])) is not None:
-                self._gradients[i] = state
-        if self._calls.thorough or self.taken == 1 or self.taken % self._calls.every == 0:
+    def after_step(self, settings: Callable[[], OptimizerSettings]) -> bool:
+        """Count a step of an optimizer, and see what it has left.
+
+        Returns:
+            Whether this is to be told when the next one begins.
+        """
+        self.taken = taken = self.taken + 1
+        if self.looks:
+            self._done.append((taken, *settings()))
+        elif taken % _APART and taken % self._calls.every:
+            return self._is_told
+        self._gradients, self._seen = {}, []
+        is_due = self._calls.thorough or taken == 1 or taken % self._calls.every == 0
+        self.looks = is_due or taken < _FIRST or taken % _APART == 0
+        if self.looks:
+            parameters, self._seen = self._parts.parameters, self._parts.counts.now()
+            apart = 1 if self._calls.thorough else max(1, len(parameters) // _ASKED)
+            states = ((i, _state_of(parameters[i])) for i in range(0, len(parameters), apart))
+            self._gradients = {i: state for i, state in states if state is not None}
+        if is_due:
             self.note_weights()
+        return self.looks or self._is_told
 
     def note_gradients(self) -> None:
         """Note gradients at the end of backward, to see what becomes of them until the step."""
-        self.between.after_backward(self._parts.parameters)
+        if self.looks:
+            self.between.after_backward(self._parts.parameters)
 
     # --------------------------------------------------------------------------------------------------------- weights
 
@@ -297,8 +321,7 @@ def _contents(parameters: Sequence[nn.Parameter]) -> list[int]:
     """A hash of what each parameter holds on this rank; one transfer from an accelerator."""
     with unrecorded():
         found = [hash_of_content(local_of(parameter)) for parameter in parameters]
-    if not found:
-        return []
-    device = found[-1].device
+    there = [x for x in found if isinstance(x, Tensor)]
+    seen = iter(torch.stack([x.to(there[0].device) for x in there]).tolist() if there else ())
     mask = (1 << 63) - 1
-    return [int(x) & mask for x in torch.stack([x.to(device) for x in found]).tolist()]
+    return [(next(seen) if isinstance(x, Tensor) else x) & mask for x in found]

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
+from zlib import adler32, crc32
 
 import numpy
 import torch
@@ -17,6 +18,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 _LEAVES = (Tensor, *PLAIN)
+_OF_NUMPY = {torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64}
+_OF_NUMPY |= {torch.int8, torch.int16, torch.int32, torch.int64}
 _SAMPLE = 4096  # numbers of a tensor of real ones that are looked at
 _BLOCK = 1 << 20  # words of a tensor that are hashed at once
 SUMMARY = "all of "  # begins topics that are told where no others differ
@@ -71,10 +74,15 @@ def _number(eight: bytes) -> int:
     return int.from_bytes(eight, "little") >> 1
 
 
+def hash_of_bytes(plain: bytes | memoryview) -> int:
+    """64 bits in a tenth of the time of a cryptographic hash; nobody makes bytes that collide on purpose."""
+    return crc32(plain) << 32 | adler32(plain)
+
+
 def hash_of(x: Tensor) -> Tensor | int:
     """Return a hash of all bytes of an integer tensor; on an accelerator, as a tensor that nobody waits for."""
     if x.device.type == "cpu":
-        return _number(hashlib.blake2b(_bytes(x), digest_size=8).digest())
+        return _number(hashlib.blake2b(bytes_of(x), digest_size=8).digest())
     x = x.detach()
     words = x.contiguous().flatten()
     words = words.view(torch.uint8) if words.dtype == torch.bool else words
@@ -82,14 +90,16 @@ def hash_of(x: Tensor) -> Tensor | int:
 
 
 @torch.no_grad()
-def hash_of_content(x: Tensor) -> Tensor:
+def hash_of_content(x: Tensor) -> Tensor | int:
     """A hash of all bytes of a tensor of any dtype, computed where it lies; zero of one without numbers."""
     if x.is_meta or not x.numel() or x.is_quantized:
-        return torch.zeros((), dtype=torch.int64, device="cpu")
+        return 0
     if is_traceable_wrapper_subclass(x):  # as torchao has quantised weights
-        return torch.stack([hash_of_content(getattr(x, name)) for name in x.__tensor_flatten__()[0]]).sum()
+        return sum(hash_of_content(getattr(x, name)) for name in x.__tensor_flatten__()[0])
     x = x.detach().resolve_conj().resolve_neg().reshape(-1)
     data = x.contiguous().view(torch.uint8)
+    if x.is_cpu:
+        return hash_of_bytes(data.numpy().data) >> 1
     data = torch.nn.functional.pad(data, (0, -data.numel() % 8)) if data.numel() % 8 else data
     words = (data if data.storage_offset() % 8 == 0 else data.clone()).view(torch.int64)
     return torch.stack([content_of(block) for block in words.split(_BLOCK)]).sum()
@@ -107,7 +117,7 @@ def projection_of(x: Tensor, place: int = 0) -> Tensor | Fingerprint:
     Args:
         place: which of several tensors it is.
     """
-    if x.numel() == 1 and x.device.type == "cpu" and not x.is_complex():  # a loss
+    if x.is_cpu and x.numel() == 1 and not x.is_complex():  # a loss
         number = x.item()
         return Fingerprint(number, number, number * number)
     return _sampled(x, place)
@@ -137,8 +147,10 @@ def _weights(count: int, place: int) -> tuple[Tensor, Tensor]:
     return torch.cos(at * 1.618 + place + 1), torch.cos(at * at * 0.707 + 2 * place + 2)
 
 
-def _bytes(x: Tensor) -> Any:
-    return x.numpy() if x.is_contiguous() else x.contiguous().numpy()
+def bytes_of(x: Tensor) -> bytes:
+    """The bytes of an integer tensor of the host, entry by entry, in one copy."""
+    known = x if x.dtype in _OF_NUMPY else x.contiguous().view(torch.uint8)
+    return known.numpy().tobytes()  # type: ignore[no-any-return]
 
 
 def leaves_of(given: Any, name: str = "") -> Iterator[tuple[str, object]]:

@@ -15,6 +15,7 @@ FIXES = (
     ("gradient of", "optimizer.zero_grad() on every rank, or on none"),
     ("requires_grad", "freeze the same parameters on every rank"),
     ("weight", "change weights on every rank alike, and load the same checkpoint everywhere"),
+    ("all of the writes", "change weights on every rank alike"),
     ("buffer", "the same buffers on every rank: load the same checkpoint, and change them alike"),
     ("factor", "scale and clip gradients alike on every rank"),
     ("changed gradient", "scale, clip and remove gradients alike on every rank"),

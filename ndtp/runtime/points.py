@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Protocol
-from zlib import adler32, crc32
 
 from ndtp.algebra.grid import Grid
 from ndtp.collectives.axis_groups import AxisGroups
@@ -26,7 +25,7 @@ from ndtp.collectives.labels import Label
 from ndtp.collectives.watch import failure
 from ndtp.errors import MismatchError
 from ndtp.runtime.caller import caller
-from ndtp.runtime.facts import COARSE, NOT_KNOWN, SUMMARY, Fact, Fingerprint
+from ndtp.runtime.facts import COARSE, NOT_KNOWN, SUMMARY, Fact, Fingerprint, hash_of_bytes
 from ndtp.runtime.fixes import ELSEWHERE, FIXES
 
 _CELL = struct.Struct(f"<2Q4d{ROW - 48}x")  # two hashes, the sums of `numbers`, the factor
@@ -67,10 +66,15 @@ class Point:
     tolerance: float = COARSE
     apart: tuple[str, ...] = ()
 
-    def row(self) -> Row:
-        """Return the row that the point shows to other ranks: hashes, and numbers."""
-        alike = _hash_of(_plain((self.what, self.alike)))
-        of_rows = _hash_of(_plain(self.of_rows)) if self.of_rows else 0
+    def row(self, rows_differ: bool = True) -> Row:
+        """Return the row that the point shows to other ranks: hashes, and numbers.
+
+        Args:
+            rows_differ: whether ranks may have rows of their own; else one hash is of all.
+        """
+        apart = self.of_rows if rows_differ else None
+        alike = hash_of_bytes(_plain((self.what, self.alike, None if rows_differ else self.of_rows)))
+        of_rows = hash_of_bytes(_plain(apart)) if apart else 0
         numbers = self.numbers.values()
         if len(numbers) > 1:
             numbers = [sum(numbers, Fingerprint())]  # type: ignore[assignment]
@@ -98,11 +102,6 @@ def _plain(value: Any) -> bytes:
         return repr(value).encode()
 
 
-def _hash_of(plain: bytes) -> int:
-    """64 bits in a tenth of the time of a cryptographic hash; nobody makes rows that collide on purpose."""
-    return crc32(plain) << 32 | adler32(plain)
-
-
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else repr(value)
 
@@ -120,7 +119,7 @@ def compare(mesh: Compared, conversation: Conversation, point: Point, rows_diffe
         MismatchError: names all that differs, on every rank.
         CommunicationError: names ranks that have ended, or come to no point until the timeout.
     """
-    own = point.row()
+    own = point.row(bool(rows_differ))
     try:
         rows = conversation.exchange(own)
     except RuntimeError as error:

@@ -56,9 +56,9 @@ def reads_since(mesh: Any, axes: Collection[str]) -> list[tuple[int, str]]:
     Args:
         axes: those over which a tensor must be split, or ranks may read it that others leave alone.
     """
-    found = list[tuple[int, str]]()
     if not _READS or not (own := _READS.get(me := caller())):
-        return found
+        return []
+    found: list[tuple[int, str]] = []
     for key in [key for key in own if key[0] == hash(mesh)]:
         reads = own.pop(key)
         if {*axes} <= {*key[1]}:

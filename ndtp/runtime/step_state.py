@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, ref
 from zlib import crc32
 
@@ -24,18 +24,13 @@ if TYPE_CHECKING:
 
 
 _MOST_USES = 100_000
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id  # type: ignore[attr-defined]
+_comes_by: Callable[[torch.autograd.graph.Node], bool] = torch._C._will_engine_execute_node
 # Begin the name of a weight that is no parameter, and of one that was used while gradients were accumulated.
 COMPUTED, EARLIER = "what is computed of ", "in earlier micro-batches alone: "
 
 
-class ReadWeight(NamedTuple):
-    """A parameter that code has read, which may compute with it or not."""
-
-    name: str
-    node: ref[Any]
-
-    def __str__(self) -> str:
-        return self.name
+ReadWeight = tuple[str, ref[Any]]  # a parameter that code has read, and may compute with or not; its node of autograd
 
 
 class StepState:
@@ -114,9 +109,11 @@ class StepState:
             node: of autograd, for what code has read, and may compute with or not.
         """
         uses = self.uses
-        if uses is not None and torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
-            own = names if of_parameters else [COMPUTED + name for name in names]
-            uses += own if node is None else [ReadWeight(name, ref(node)) for name in own]
+        if uses is None or _graph_task() != -1:
+            return
+        for name in names:
+            own = name if of_parameters else COMPUTED + name
+            uses.append(own if node is None else (own, ref(node)))
 
     def end_call(self) -> None:
         """Note that a call of a model has ended, which used some weights.
@@ -126,7 +123,7 @@ class StepState:
         if self.uses:
             self.uses.append("")
         if self.uses and len(self.uses) > _MOST_USES:
-            names = "\n".join(map(str, self.uses))
+            names = "\n".join(use if isinstance(use, str) else use[0] for use in self.uses)
             self.uses = [f"{len(self.uses)} uses, of a hash {crc32(names.encode()):08x}"]
 
     def taken_uses(self) -> list[str]:
@@ -134,13 +131,14 @@ class StepState:
 
         While gradients are accumulated ranks may use others, but for those whose gradients do not wait.
         """
-        uses, found, waiting = self.uses or [], list[str](), list[str | ReadWeight]()
-        for use in uses:
+        found: list[str] = []
+        waiting: list[str | ReadWeight] = []
+        for use in self.uses or ():
             if isinstance(use, str):
                 found.append(use)
-            elif (node := use.node()) is not None:  # else no backward comes by any more
-                if torch._C._will_engine_execute_node(node):  # type: ignore[attr-defined]
-                    found.append(use.name)
+            elif (node := use[1]()) is not None:  # else no backward comes by any more
+                if _comes_by(node):
+                    found.append(use[0])
                 else:
                     waiting.append(use)  # for another backward
         self.uses = waiting

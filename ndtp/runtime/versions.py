@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ndtp.runtime.memories import Memories, memories_of
 
+Version = int | tuple[int, ...]
 _version = attrgetter("_version")
 _PLACE = -2  # from there on a version has where the tensor lies; before it counts of changes, if torch has any
 
@@ -26,6 +27,10 @@ def version_of(x: Tensor) -> tuple[int, ...]:
     if local.is_inference() or x.is_inference():  # torch counts no changes of these
         return local.data_ptr(), number
     return x._version, getattr(x, "_dtensor", local)._version, local._version, local.data_ptr(), number
+
+
+def _own(version: Version) -> int:
+    return version if isinstance(version, int) else version[0] if version[:_PLACE] else 0
 
 
 class Versions:
@@ -62,6 +67,12 @@ class Versions:
         if len(now) == count:
             return [(0, *x[1:]) if x[:_PLACE] else x for x in now]
         return [0] * count + [*now[count:]]
+
+    def between(self, before: Sequence[Version], now: Sequence[Version]) -> list[int]:
+        """Return how often each tensor was written to, shards by themselves left out; 0 where that is not known."""
+        if len(before) != len(now):
+            return [0] * len(self._tensors)
+        return [_own(b) - _own(a) for a, b, _ in zip(before, now, self._tensors, strict=False)]
 
     def changed(
         self, before: Sequence[Any], now: Sequence[Any], known: Mapping[int, int] | None = None

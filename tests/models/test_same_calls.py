@@ -348,11 +348,12 @@ def test_losses_of_code_outside_of_a_model(ranks):
 def test_a_gradient_that_has_gone_is_not_taken_for_one_that_stayed():
     """Another one may lie where it lay, on one rank and not on others: as the same one does that is put back here."""
     model = nn.Linear(2, 2)
-    steps = Steps(SimpleNamespace(model=model, thorough=True, every=100))
+    mesh = SimpleNamespace(device_type="cpu")
+    steps = Steps(SimpleNamespace(model=model, mesh=mesh, thorough=True, every=100))
     steps.state_of(model)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
-    steps.after_step(("SGD", OptimizerGroups(), None))
+    steps.after_step(lambda: ("SGD", OptimizerGroups(), None))
     assert steps.state_of(model).stale == (0, 1)
     kept = [p.grad for p in model.parameters()]
     model.zero_grad()

@@ -272,17 +272,22 @@ def test_a_shard_that_one_rank_changes_between_any_two_steps_is_named_where_all_
     assert ranks(2).run(changes_its_shard, None) == [None, None]
 
 
-def writes_before_a_step(times, where):
-    """What a rank says where rank 1 writes to a weight between backward and the optimizer's step."""
+def writes_before_a_step(times, where, at=2, rates=(0.1, 0.1)):
+    """What a rank says where ranks write to a weight so often between backward and a step, which have rates from there.
+
+    Steps of higher numbers than 8 are not looked at, but for each eighth.
+    """
     mesh, x = mesh_of(Grid({where: 2})), torch.ones(4, 8)
     torch.manual_seed(0)
     model = ndtp.parallelize(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), mesh, example=x)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
-        for step in range(4):
+        for step in range(at + 8):
             optimizer.zero_grad()
             model(x).square().mean().div(2 if where == "dp" else 1).backward()
-            for _ in range(times[mesh.rank] if step == 2 else 0):
+            if step >= at:
+                optimizer.param_groups[0]["lr"] = rates[mesh.rank]
+            for _ in range(times[mesh.rank] if step == at else 0):
                 with torch.no_grad():
                     model[0].weight.mul_(0.5)
             optimizer.step()
@@ -298,3 +303,13 @@ def test_a_weight_that_one_rank_writes_to_before_a_step_is_named(ranks):
                 "weight '0.weight' since the last call: rank 1 has written to 2 times, rank 0 has written to 1" in said
             )
         assert ranks(2).run(writes_before_a_step, (1, 1), where) == [None, None]
+
+
+def test_what_one_rank_does_in_a_step_that_is_not_looked_at_is_named_at_the_next_one_that_is(ranks):
+    for said in ranks(2).run(writes_before_a_step, (1, 2), "y", 10):
+        assert "disagree at the call 17 of Sequential" in said
+        assert "all of the writes to '0.weight' since it was last looked at: rank 1 has 10, rank 0 has 9" in said
+        assert "fix: change weights on every rank alike" in said
+    for said in ranks(2).run(writes_before_a_step, (0, 0), "y", 10, (0.1, 0.2)):
+        assert "disagree at the call 18 of Sequential" in said and "lr: rank 1 has 0.2, rank 0 has 0.1" in said
+    assert ranks(2).run(writes_before_a_step, (1, 1), "y", 10) == [None, None]
