@@ -57,6 +57,18 @@ def numbers_on(numbers: Sequence[int], device: torch.device, dtype: torch.dtype 
     return _held(_numbers_on(tuple(numbers), device, dtype))
 
 
+def is_captured(device: torch.device) -> bool:
+    """Return whether a graph is being captured of what runs on a device."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def zeros_on(shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return zeros on a device, which nobody may write to: the same ones to all who ask for this shape."""
+    if torch.compiler.is_compiling() or is_captured(device):
+        return torch.zeros(shape, device=device, dtype=dtype)  # what a graph fills is filled when it runs
+    return _zeros_on(tuple(shape), device, dtype)
+
+
 def indices_on(x: Tensor, device: torch.device) -> Tensor:
     """Return indices that the host computes anew at every call on a device, where equal ones are one copy."""
     if x.device == device:
@@ -69,7 +81,7 @@ def indices_on(x: Tensor, device: torch.device) -> Tensor:
 
 def _held(x: Tensor) -> Tensor:
     """Keep for good what a graph reads that is captured now."""
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+    if is_captured(x.device):
         _IN_GRAPHS[id(x)] = x
     return x
 
@@ -80,6 +92,12 @@ def _indices_on(data: bytes, shape: tuple[int, ...], dtype: torch.dtype, device:
         if not data:
             return torch.empty(shape, dtype=dtype, device=device)
         return torch.frombuffer(bytearray(data), dtype=dtype).view(shape).to(device)
+
+
+@lru_cache(maxsize=64)
+def _zeros_on(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    with lasting():
+        return torch.zeros(shape, device=device, dtype=dtype)
 
 
 @lru_cache(maxsize=1024)

@@ -241,7 +241,7 @@ class SplitNorm(Adopted):
         def run_now(x: Tensor, shards: Any) -> Tensor:
             if is_split:
                 is_in_forward = own is not None and frame.is_in_forward
-                shards = [gains.of(use, layout, is_in_forward) for use in uses]
+                shards = [None if use.local is None else gains.of(use, layout, is_in_forward) for use in uses]
             return run(x, *shards)
 
         is_as_dense = next((dtype for dtype in dtypes if dtype is not None), x.dtype) is x.dtype

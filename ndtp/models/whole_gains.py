@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.steps import Step
+from ndtp.compute.constants import zeros_on
 from ndtp.models.settled import Use, now_of
 from ndtp.ops.moving import way_of
 from ndtp.runtime.grid_like import GridLike
@@ -64,13 +65,15 @@ class Gains:
 
     def _gathered(self, shards: Sequence[Tensor], layout: Layout) -> list[Tensor]:
         """Return the whole of each shard: what a rank has stands at its place in zeros, which are summed."""
-        mesh, count = self._mesh, layout.num_splits(0)
+        mesh, count, like = self._mesh, layout.num_splits(0), shards[0]
         index, axes = mesh.grid.index(mesh.rank, layout.dims[0]), mesh.grid.nontrivial(layout.dims[0])
-        y = shards[0].new_zeros(count, sum(shard.numel() for shard in shards))
-        y[index] = torch.cat([shard.detach() for shard in shards])
+        sizes = [shard.numel() for shard in shards]
+        zeros = {n: [zeros_on((k * n,), like.device, like.dtype) for k in (index, count - 1 - index)] for n in {*sizes}}
+        parts = [x for n, shard in zip(sizes, shards, strict=True) for x in (zeros[n][0], shard.detach(), zeros[n][1])]
         order = tuple(axis for axis in mesh.grid.names if axis in axes)
-        y = way_of(y, (Step("all_reduce", order),), mesh, "gains", "forward").carried(y)
-        return [part.flatten() for part in y.split([shard.numel() for shard in shards], 1)]
+        y = torch.cat(parts)
+        y = way_of(y, (Step("all_reduce", order),), mesh, "gains", "forward").carried(y, is_own=True)
+        return list(y.split([count * size for size in sizes]))
 
     def __deepcopy__(self, memo: object) -> Gains:
         return Gains(self._mesh)

@@ -27,7 +27,7 @@ from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.algebra.relayouts import RelayoutPlan
 from ndtp.algebra.stationary import WHOLE_ROWS, Axes, in_common, summed_axes
 from ndtp.algebra.steps import Step
-from ndtp.compute.constants import constant_on
+from ndtp.compute.constants import constant_on, is_captured, zeros_on
 from ndtp.models.frame import Frame, Passage, led_to
 from ndtp.models.hidden import Hidden, enter, leave
 from ndtp.models.settled import MOST_SETTLED, Settled, Settlements, settle
@@ -345,6 +345,10 @@ class WholeProduct:
         self._is_filled = all(
             len(range(start)[place]) == n for place, n in zip(self._places, self._widths, strict=True)
         )
+        # Columns without a product: before the first one, between each two of them, behind the last one.
+        ends, begins = [0, *(place.stop for place in self._places)], [place.start for place in self._places]
+        self._gaps = [begin - end for end, begin in zip(ends, [*begins, start], strict=True)]
+        self._zeros: list[Tensor | None] | None = None
         self._is_one = len(members) == 1
 
     def __call__(self, rows: Tensor, shards: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -375,10 +379,15 @@ class WholeProduct:
 
     def _in_zeros(self, made: Sequence[Tensor]) -> Tensor:
         """Return the products side by side, each at its place in zeros."""
-        y = made[0].new_zeros(made[0].shape[0], sum(self._widths))
-        for part, place in zip(made, self._places, strict=True):
-            y[:, place] = part
-        return y
+        like, zeros = made[0], self._zeros
+        is_in_graph = like.is_cuda and is_captured(like.device)  # a graph may outlive this layer
+        if zeros is None or is_in_graph:
+            shapes = [(like.shape[0], gap) for gap in self._gaps]
+            zeros = [zeros_on(shape, like.device, like.dtype) if shape[1] else None for shape in shapes]
+            if not is_in_graph:
+                self._zeros = zeros
+        parts = [x for pair in zip(zeros, (*made, None), strict=True) for x in pair if x is not None]
+        return torch.cat(parts, 1)
 
 
 def _block(size: int, count: int, index: int) -> range:

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ndtp.compute import constants
-from ndtp.compute.constants import constant_on, indices_on, inverse_on, numbers_on
+from ndtp.compute.constants import constant_on, indices_on, inverse_on, numbers_on, zeros_on
 
 pytestmark = pytest.mark.cpu
 
@@ -22,6 +22,8 @@ def test_one_copy_of_each():
     assert inverse_on(order, THERE) is inverse_on(order, THERE)
     assert numbers_on([3, 1], THERE) is numbers_on((3, 1), THERE)
     assert numbers_on([3, 1], order.device, torch.float32).tolist() == [3.0, 1.0]
+    assert zeros_on([2, 3], order.device, torch.float64) is zeros_on((2, 3), order.device, torch.float64)
+    assert zeros_on([2, 3], order.device, torch.float64).tolist() == [[0.0] * 3] * 2
     for x in (torch.arange(6).view(2, 3), torch.tensor([True, False]), torch.empty(0, dtype=torch.int64)):
         there = indices_on(x.clone(), THERE)
         assert there is indices_on(x.clone(), THERE), "computed anew, and the same"
@@ -36,6 +38,9 @@ def test_whatever_mode_asks_first(kind):
     with torch.inference_mode() if kind == "inference" else FakeTensorMode(allow_non_fake_inputs=True):
         inverse_on(order, order.device)
         numbers_on(range(len(kind)), order.device)
+        zeros_on((len(kind),), order.device, torch.float32)
+    assert type(zeros_on((len(kind),), order.device, torch.float32)) is torch.Tensor
+    assert not zeros_on((len(kind),), order.device, torch.float32).is_inference()
     for index in (inverse_on(order, order.device), numbers_on(range(len(kind)), order.device) % 3):
         x = torch.ones(3, requires_grad=True)
         (x.index_select(0, index) * x[index]).sum().backward()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from products import mesh_of
 from test_settled import calls_of
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import ndtp
@@ -94,6 +95,35 @@ def test_steps_are_the_dense_ones_whatever_changes(ranks, sizes, scheme):
     ranks(4).run(check_changes, Grid(sizes), scheme)
 
 
+class Operations(TorchDispatchMode):
+    """Counts operations of torch."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations_of(call):
+    with Operations() as operations:
+        call()
+    return operations.count
+
+
+def of_a_layer(count, sizes, scheme):
+    """What a decode step does in a layer: the difference between models of three layers and of two."""
+    found = []
+    for layers in (2, 3):
+        with fake_group(Grid(sizes).num_ranks):
+            model = ndtp.parallelize(llama(layers), ndtp.ProcessGrid(Grid(sizes), device_type="cpu"), scheme=scheme)
+            cache, ids = DynamicCache(config=model.config), torch.arange(20).view(4, 5)
+            for given in (ids, ids[:, :1], ids[:, :1]):
+                model(input_ids=given, past_key_values=cache)
+            found.append(count(lambda: model(input_ids=ids[:, :1], past_key_values=cache)))  # noqa: B023
+    return found[1] - found[0]
+
+
 @pytest.mark.cpu
 @pytest.mark.parametrize(
     ("sizes", "scheme", "most"),
@@ -104,13 +134,14 @@ def test_steps_are_the_dense_ones_whatever_changes(ranks, sizes, scheme):
 )  # fmt: skip
 @torch.no_grad()
 def test_a_decode_step_calls_few_functions(sizes, scheme, most):
-    """Of a layer: the difference between models of three layers and of two."""
-    found = []
-    for layers in (2, 3):
-        with fake_group(Grid(sizes).num_ranks):
-            model = ndtp.parallelize(llama(layers), ndtp.ProcessGrid(Grid(sizes), device_type="cpu"), scheme=scheme)
-            cache, ids = DynamicCache(config=model.config), torch.arange(20).view(4, 5)
-            for given in (ids, ids[:, :1], ids[:, :1]):
-                model(input_ids=given, past_key_values=cache)
-            found.append(calls_of(lambda: model(input_ids=ids[:, :1], past_key_values=cache)))  # noqa: B023
-    assert found[1] - found[0] <= most, found
+    assert of_a_layer(calls_of, sizes, scheme) <= most
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    ("sizes", "scheme", "most"),
+    [({"y": 2}, "1d", 74), ({"x": 2, "y": 2}, "2d", 95), ({"z": 2, "x": 2, "y": 2}, "3d", 101)],
+)
+@torch.no_grad()
+def test_a_decode_step_runs_few_operations(sizes, scheme, most):
+    assert of_a_layer(operations_of, sizes, scheme) <= most
