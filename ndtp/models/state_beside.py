@@ -45,8 +45,7 @@ def kept_beside(model: nn.Module) -> Iterator[None]:
     packages = {kind.__module__.partition(".")[0] for part in model.modules() for kind in type(part).__mro__}
     kept.packages = packages - _FOREIGN
     for part in model.modules():
-        for kind in type(part).__mro__:
-            kept.look_at(kind)
+        kept.look_at(type(part))
         kept.namespace(vars(part))  # which code may find by a closure, in the place of a copy
         for each in list(vars(part).values()):
             kept.look_at(each)
@@ -98,13 +97,16 @@ class _Kept:
             return [value.__wrapped__]
         elif kind is property:
             return [value.fget]
+        elif kind in (functools.partial, functools.partialmethod):
+            return [value.func, *value.args, *value.keywords.values()]
         elif not self._is_own(value):
             return []
         elif kind is types.FunctionType:
             return self._function(value)
         elif issubclass(kind, type):
             self.namespace(vars(value), partial(type.__setattr__, value), partial(type.__delattr__, value))
-            return [x.__func__ if type(x) in (staticmethod, classmethod) else x for x in vars(value).values()]
+            own = [x.__func__ if type(x) in (staticmethod, classmethod) else x for x in vars(value).values()]
+            return [*own, *value.__bases__]
         else:
             own = _attributes_of(value)
             if own is not None and not issubclass(kind, nn.Module):

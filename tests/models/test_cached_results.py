@@ -33,13 +33,26 @@ def decorated(function):
     return run
 
 
+class Nodes:
+    """Has a cache that a class derived from it reaches."""
+
+    @staticmethod
+    @functools.cache
+    def of(length):
+        return torch.arange(length)
+
+
+class Derived(Nodes):
+    pass
+
+
 class Rotary(nn.Module):
     @decorated
     def both(length):
         return torch.zeros(length), [torch.ones(length)]
 
     def forward(self, length):
-        return table(length), Rotary.both(length), self.positions(length), real
+        return table(length), Rotary.both(length), self.positions(length), real, self.nodes().of(length)
 
 
 def test_what_a_fake_run_left_is_forgotten():
@@ -47,10 +60,11 @@ def test_what_a_fake_run_left_is_forgotten():
     real(3)
     layer = Rotary()
     layer.positions = functools.lru_cache(maxsize=None)(lambda length: torch.arange(length, device="meta"))
+    layer.nodes = functools.partial(Derived)
     with kept_beside(nn.Sequential(layer)), FakeTensorMode():
         copy.deepcopy(layer)(3)
-    caches = (table, Rotary.both.cached, layer.positions, real)
-    assert [f.cache_info().currsize for f in caches] == [0, 0, 0, 1]
+    caches = (table, Rotary.both.cached, layer.positions, Nodes.of, real)
+    assert [f.cache_info().currsize for f in caches] == [0, 0, 0, 0, 1]
 
 
 def test_compiled_parts_run_as_they_are_in_copies_too():
