@@ -42,9 +42,8 @@ def made_class(name: str, bases: tuple[type, ...], namespace: dict[str, Any]) ->
         bases: what attributes are looked up in, one after the other.
     """
     kind = _kind(types.prepare_class(name, bases)[0])
-    make = next(each for each in kind.__mro__ if each in (ABCMeta, type)).__new__
     layout = bases[::-1] if _is_laid_out_otherwise(bases[-1]) else bases
-    return make(kind, name, layout, namespace | {"ndtp_bases": bases})
+    return ABCMeta.__new__(kind, name, layout, namespace | {"ndtp_bases": bases})
 
 
 def _is_told(kind: type) -> bool:
@@ -70,9 +69,14 @@ def _memory(kind: type) -> tuple[int, int, int]:
 
 @cache
 def _kind(theirs: type) -> type:
+    """The class of a class that is made of one of theirs.
+
+    It derives from `ABCMeta`, so that code may derive a class from a made one and from one of `abc`, as `higher` does.
+    """
     if issubclass(theirs, MadeClass):
         return theirs
-    made = MadeClass if theirs is type else type("MadeClass", (MadeClass, theirs), {})
+    bases = (theirs,) if issubclass(theirs, ABCMeta) else (ABCMeta,) if theirs is type else (theirs, ABCMeta)
+    made = type("MadeClass", (MadeClass, *bases), {})
     copyreg.pickle(made, _refuse_pickle)
     return made
 
