@@ -29,7 +29,6 @@ class _Known:
 
     Attributes:
         key: the models that were asked, and how many weights it had.
-        rests: whether nobody looks at anything until the end of the next step.
         weights: of each group how many, and a hash of the names that models have for them; of the weights in `ids`.
     """
 
@@ -37,7 +36,6 @@ class _Known:
     ids: Any = None
     weights: Sequence[str] = ()
     concerned: Sequence[Any] = ()
-    rests = False
     given: Any = None
     groups: OptimizerGroups
 
@@ -63,7 +61,7 @@ def _before(optimizer: Optimizer, args: Arguments, kwargs: Keywords) -> None:
     known = vars(optimizer).get(_KEY)
     if known is None:
         known = vars(optimizer)[_KEY] = _Known()
-    elif known.rests:
+    elif known.concerned and not any(calls.steps.is_told for calls in known.concerned):
         return
     alive = [each for one in _WATCHED if (each := one()) is not None and each.is_on]
     watched = [(each, model) for each in alive if (model := each.held) is not None]
@@ -79,8 +77,8 @@ def _before(optimizer: Optimizer, args: Arguments, kwargs: Keywords) -> None:
 def _after(optimizer: Optimizer, args: Arguments, kwargs: Keywords) -> None:
     known = vars(optimizer).get(_KEY)
     if known is not None and known.concerned and not torch.compiler.is_compiling():
-        settings = partial(_settings_of, optimizer, known)
-        known.rests = not sum([calls.steps.after_step(settings) for calls in known.concerned])
+        for calls in known.concerned:
+            calls.steps.after_step(partial(_settings_of, optimizer, known))
 
 
 class OptimizerGroups(list[dict[str, Any]]):

@@ -41,8 +41,8 @@ class Steps:
     Attributes:
         taken: steps of optimizers that have some of its weights.
         due: whether all weights are to be compared at the next call.
-        looks: whether weights and gradients are looked at one by one, from the end of the last step to the next one;
-            else modules and parameters tell whether they train.
+        looks: whether weights and gradients are looked at one by one, from a call to the steps behind it; else modules
+            and parameters tell whether they train.
     """
 
     def __init__(self, calls: Any) -> None:
@@ -58,7 +58,8 @@ class Steps:
         self._contents: list[int] | None = None  # hashes of the weights after the last step that was looked at
         self._noted: tuple[nn.Parameter, ...] = ()  # whose weights these are
         self.due, self.looks, self._writes = True, True, 0
-        self._is_told = calls.mesh.device_type != "cpu"  # what an accelerator has computed is compared before each step
+        self._looks_next, self._has_stepped, self._rounds = True, False, 0  # of steps: those between two calls are one
+        self._is_late = calls.mesh.device_type != "cpu"  # what an accelerator has computed is compared before each step
         self.between = GradientChanges()
 
     # ------------------------------------------------------------------------------------------------------ the state
@@ -70,6 +71,8 @@ class Steps:
             anew: whether to look which modules, hooks and parameters there are; else those of the last time are asked.
         """
         parts = self._parts
+        if self._has_stepped:
+            self.looks, self._has_stepped = self._looks_next, False
         if anew := anew or not parts.owns:
             parts = Parts()
             walk(model, parts, is_root=True)
@@ -170,28 +173,29 @@ class Steps:
         if now != seen and len(now) == len(seen):
             self._written, self._seen = self._parts.counts.changed(seen, now, self._written), now
 
-    def after_step(self, settings: Callable[[], OptimizerSettings]) -> bool:
-        """Count a step of an optimizer, and see what it has left.
+    @property
+    def is_told(self) -> bool:
+        """Whether this is to be told when a step begins."""
+        return self.looks or self._is_late
 
-        Returns:
-            Whether this is to be told when the next one begins.
-        """
+    def after_step(self, settings: Callable[[], OptimizerSettings]) -> None:
+        """Count a step of an optimizer, and see what it has left."""
         self.taken = taken = self.taken + 1
         if self.looks:
             self._done.append((taken, *settings()))
-        elif taken % _APART and taken % self._calls.every:
-            return self._is_told
-        self._gradients, self._seen = {}, []
+        if not self._has_stepped:
+            self._has_stepped, self._rounds = True, self._rounds + 1
+            self._looks_next = self._calls.thorough or self._rounds < _FIRST or self._rounds % _APART == 0
         is_due = self._calls.thorough or taken == 1 or taken % self._calls.every == 0
-        self.looks = is_due or taken < _FIRST or taken % _APART == 0
-        if self.looks:
+        self._looks_next |= is_due
+        self._gradients, self._seen = {}, []
+        if self._looks_next:
             parameters, self._seen = self._parts.parameters, self._parts.counts.now()
             apart = 1 if self._calls.thorough else max(1, len(parameters) // _ASKED)
             states = ((i, _state_of(parameters[i])) for i in range(0, len(parameters), apart))
             self._gradients = {i: state for i, state in states if state is not None}
         if is_due:
             self.note_weights()
-        return self.looks or self._is_told
 
     def note_gradients(self) -> None:
         """Note gradients at the end of backward, to see what becomes of them until the step."""

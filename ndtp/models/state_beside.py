@@ -105,8 +105,8 @@ class _Kept:
             return self._function(value)
         elif issubclass(kind, type):
             self.namespace(vars(value), partial(type.__setattr__, value), partial(type.__delattr__, value))
-            own = [x.__func__ if type(x) in (staticmethod, classmethod) else x for x in vars(value).values()]
-            return [*own, *value.__bases__]
+            held = [x.__func__ if type(x) in (staticmethod, classmethod) else x for x in vars(value).values()]
+            return [*held, *value.__bases__]
         else:
             own = _attributes_of(value)
             if own is not None and not issubclass(kind, nn.Module):

@@ -305,6 +305,30 @@ def test_a_weight_that_one_rank_writes_to_before_a_step_is_named(ranks):
         assert ranks(2).run(writes_before_a_step, (1, 1), where) == [None, None]
 
 
+def steps_of_two_optimizers(rates):
+    """What a rank says where the second one of two optimizers of a model has another rate from step 10 on."""
+    mesh, x = mesh_of(Grid(y=2)), torch.ones(4, 8)
+    torch.manual_seed(0)
+    model = ndtp.parallelize(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), mesh, example=x)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[0], model[2])]
+    try:
+        for step in range(18):
+            model.zero_grad()
+            model(x).square().mean().backward()
+            optimizers[1].param_groups[0]["lr"] = rates[mesh.rank] if step >= 10 else 0.1
+            for optimizer in optimizers:
+                optimizer.step()
+    except MismatchError as error:
+        return str(error)
+
+
+def test_the_second_optimizer_of_a_model_is_looked_at_as_the_first_one_is(ranks):
+    for said in ranks(2).run(steps_of_two_optimizers, (0.1, 0.2)):
+        assert "disagree at the call 18 of Sequential" in said
+        assert "optimizer of step 34: lr: rank 1 has 0.2, rank 0 has 0.1" in said
+    assert ranks(2).run(steps_of_two_optimizers, (0.1, 0.1)) == [None, None]
+
+
 def test_what_one_rank_does_in_a_step_that_is_not_looked_at_is_named_at_the_next_one_that_is(ranks):
     for said in ranks(2).run(writes_before_a_step, (1, 2), "y", 10):
         assert "disagree at the call 17 of Sequential" in said
