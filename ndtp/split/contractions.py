@@ -18,7 +18,7 @@ from ndtp.split.along import sum_of_ranks
 from ndtp.split.elementwise import without_padding
 from ndtp.split.moving import brought
 from ndtp.split.spec import Axes, Spec, layout_of
-from ndtp.split.tensor import SplitTensor, enter, rule
+from ndtp.split.tensor import SplitTensor, dims_given, enter, rule
 from ndtp.split.views import without
 
 
@@ -199,6 +199,23 @@ def einsum(func: TorchFunction, *operands: Any) -> Any:
     if not any(isinstance(x, SplitTensor) for x in tensors):
         return torch.einsum(text, *tensors)
     return contract(tensors[0], tensors[1], (parts[0], parts[1], out), lambda a, b: torch.einsum(text, a, b))
+
+
+@rule(torch.tensordot)
+def tensordot(func: TorchFunction, a: Any, b: Any, dims: Any = 2, out: None = None) -> object:
+    """Sum over the last dims of one operand and the first ones of the other, or over the dims that are named."""
+    if isinstance(dims, Tensor) or not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return NotImplemented
+    ends = (range(a.dim() - dims, a.dim()), range(dims)) if isinstance(dims, int) else dims
+    of_a, of_b = (dims_given(each, x.dim()) for each, x in zip(ends, (a, b), strict=True))
+    sizes = ([x.shape[d] for d in each] for each, x in ((of_a, a), (of_b, b)))
+    if len(of_a) != len(of_b) or any(m != n for m, n in zip(*sizes, strict=True)) or a.dim() + b.dim() > len(LETTERS):
+        return NotImplemented
+    mine, theirs = LETTERS[: a.dim()], list(LETTERS[a.dim() : a.dim() + b.dim()])
+    for d, e in zip(of_a, of_b, strict=True):
+        theirs[e] = mine[d]
+    kept = [c for c in mine if c not in theirs] + [c for c in theirs if c not in mine]
+    return torch.einsum(f"{mine},{''.join(theirs)}->{''.join(kept)}", a, b)
 
 
 def _einsum_of_others(equation: str, tensors: Sequence[Tensor]) -> object:

@@ -19,6 +19,7 @@ from ndtp.nn.losses import cross_entropy
 from ndtp.nn.random import draw_key, uniform_at
 from ndtp.ops.losses import dtype_of_loss
 from ndtp.ops.norms import NormPlan, default_eps, norm
+from ndtp.split.along import sum_of_ranks
 from ndtp.split.copies import written
 from ndtp.split.elementwise import elementwise
 from ndtp.split.moving import NO_AXES, brought
@@ -59,23 +60,47 @@ _signature = cache(signature)
 
 @rule(F.embedding, F.embedding_bag)
 def look_up(func: TorchFunction, ids: object, weight: Any, *args: object, **kwargs: object) -> object:
-    """Rows of a table whose features are split: each rank looks up its part of every row.
+    """Rows of a table: each rank looks up its features of every row, or of its own rows, which are summed then.
 
     A gradient that would be sparse is a dense one, of which autograd can make the table's.
     """
-    if not isinstance(weight, SplitTensor) or weight.spec.dims[0]:
+    if not isinstance(weight, SplitTensor):
         return NotImplemented
     given = _signature(func).bind(ids, weight, *args, **kwargs).arguments
     factors = given.get("per_sample_weights")
     if given.get("max_norm") or (isinstance(factors, Tensor) and factors.requires_grad):
         return NotImplemented  # it needs whole rows
     spec = weight.spec
+    if spec.dims[0]:
+        if func is not F.embedding or given.get("scale_grad_by_freq"):
+            return NotImplemented
+        ids, padding = whole(ids), given.get("padding_idx")
+        if not isinstance(ids, Tensor) or 2 * ids.numel() > spec.sizes[0]:  # the table sends less than the sum
+            return func(ids, whole(weight), padding)
+        return _look_up_own(ids, weight, padding)
     others = {name: whole(x) for name, x in given.items() if name not in ("weight", "sparse")}
     y = func(**others, weight=leave(weight))
     lead = y.shape[:-1]
     layout = layout_of(spec.mesh, [*[NO_AXES] * len(lead), spec.dims[1]])
     made = Spec(spec.context, (*lead, spec.sizes[1]), layout, (*lead, spec.padded[1]), spec.sections, spec.origin)
     return enter(y, made)
+
+
+def _look_up_own(ids: Tensor, weight: SplitTensor, padding: int | None) -> object:
+    """Rows of a table whose rows are split, too: the sum over ranks of what each has of them."""
+    spec, shard, (rows, _) = weight.spec, leave(weight), weight.spec.sizes
+    here = spec.here(0)
+    is_own, is_row = (ids >= here.start) & (ids < here.stop), (ids >= 0) & (ids < rows)
+    index = torch.where(is_row, torch.where(is_own, ids - here.start, 0), len(shard))  # torch refuses what is no row
+    place = None if padding is None else padding % rows - here.start
+    found = F.embedding(index, shard, place if place is not None and 0 <= place < len(shard) else None)
+    dims, lead = [*[NO_AXES] * ids.dim(), spec.dims[1]], tuple(ids.shape)
+    made = Spec(
+        spec.context, (*lead, spec.sizes[1]), layout_of(spec.mesh, dims), (*lead, spec.padded[1]), spec.sections,
+        spec.origin,
+    )  # fmt: skip
+    y = sum_of_ranks(found.masked_fill(~is_own.unsqueeze(-1), 0.0), made.layout, made, spec.dims[0])
+    return enter(y, made) if made.axes else y
 
 
 @rule(F.layer_norm, torch.layer_norm)

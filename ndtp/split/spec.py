@@ -54,13 +54,21 @@ class Context:
     attention: str = "auto"
     writes: dict[int, int] = field(default_factory=dict)
 
-    def note(self, who: str, spec: Spec) -> None:
-        """Record that a function takes the whole of a split tensor, and warn of it once."""
+    def note(self, who: str, spec: Spec, into_whole: bool = False) -> None:
+        """Record that a function takes the whole of a split tensor, and warn of it once.
+
+        Args:
+            into_whole: the function writes to a tensor that every rank has whole.
+        """
         key = f"{who} of what '{spec.origin}' gave"
         if not any(known.startswith(f"{who} of what ") for known in self.gathered):
+            why, fix = "has no rule for", "ndtp.register_rule"
+            if into_whole:
+                why = "writes into a tensor that every rank has whole, beside"
+                fix = "a function that gives a new tensor (x + y, torch.where, torch.cat)"
             warn(
-                f"ndtp: {who} has no rule for {spec}, which '{spec.origin}' gave, and takes it whole, gathered\n"
-                "  fix: ndtp.register_rule, see docs/models.md"
+                f"ndtp: {who} {why} {spec}, which '{spec.origin}' gave, and takes it whole, gathered\n"
+                f"  fix: {fix}, see docs/models.md"
             )
         self.gathered[key] = self.gathered.get(key, 0) + 1
 

@@ -282,6 +282,12 @@ def expand(func: TorchFunction, x: Any, *args: Any, **kwargs: Any) -> Any:
     return as_view(with_strides_of(made, func(like(x), *args, **kwargs)), x)
 
 
+@rule(torch.broadcast_tensors)
+def broadcast(func: TorchFunction, *tensors: Tensor) -> list[Tensor]:
+    sizes = torch.broadcast_shapes(*[x.shape for x in tensors])
+    return [x.expand(sizes) for x in tensors]
+
+
 @rule(Tensor.unsqueeze_, Tensor.transpose_, Tensor.t_, Tensor.swapaxes_, Tensor.swapdims_, Tensor.squeeze_)
 def view_in_place(func: TorchFunction, x: Any, *args: Any, **kwargs: Any) -> object:
     """The tensor itself gets the dims of its view."""

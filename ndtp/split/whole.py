@@ -28,6 +28,7 @@ from ndtp.split.tensor import (
     rule,
     split_in,
     strides_of,
+    writes,
 )
 
 
@@ -56,9 +57,10 @@ def on_whole(func: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any]
             f"parallelize: code asks for the memory ({name}) of {found[0].spec}, of which this rank has a shard\n"
             "  fix: x.gathered() gives the whole tensor; ndtp.register_rule tells how the code's kernel takes shards"
         )
+    into_whole = writes(func) and bool(args) and isinstance(args[0], Tensor) and not isinstance(args[0], SplitTensor)
     for x in found:
         if x.spec.axes:
-            x.spec.context.note(name, x.spec)
+            x.spec.context.note(name, x.spec, into_whole)
     return GatheredOperands(SplitTensor, whole, _cut_like, leave, _view).run(func, args, kwargs)
 
 

@@ -92,6 +92,9 @@ CASES = {
     "few features": lambda x: F.linear(x, torch.arange(24.0).view(3, 8) / 8),
     "many features": lambda x: F.linear(x, torch.arange(128.0).view(16, 8) / 64, torch.arange(16.0)),
     "einsum": lambda x: torch.einsum("bqhd,bkhd->bhqk", x.view(*HEADS), x.view(*HEADS)),
+    "tensordot": lambda x: torch.tensordot(torch.tensordot(x, x[:, 0], ([0], [0])), torch.arange(64.0).view(8, 8) / 64),
+    "tensors of one size": lambda x: torch.stack(torch.broadcast_tensors(x.to_dense(), x[:1], torch.arange(8.0))),
+    "rows of a table": lambda x: F.embedding(torch.tensor([[1, 23, 7], [7, 5, 14]]), x.reshape(24, 8), -1),
     "einsum of features": lambda x: torch.einsum("bnd,bmd->bnm", x, x),
     "causal": lambda x: attention(heads(x), heads(x), is_causal=True),
     "masked": lambda x: attention(heads(x), heads(x), attn_mask=torch.ones(4, 1, 6, 6, dtype=torch.bool).tril()),
@@ -298,6 +301,10 @@ def check_strangers():
     assert torch.equal(y, numbers * 2) and not isinstance(y, SplitTensor)
     with pytest.warns(UserWarning, match="odd_even has no rule"):
         assert torch.equal(odd_even(x), odd_even(numbers))
+    with pytest.warns(UserWarning, match="add writes into a tensor that every rank has whole, beside \\[4_x, 6\\]"):
+        assert torch.equal(torch.zeros(4, 6).add_(x), numbers)
+    with pytest.raises(IndexError):  # on every rank, though one has the last row
+        F.embedding(torch.tensor([4]), x)
     ndtp.register_rule(odd_even, "batch")
     z = odd_even(x)
     assert z.spec.dims == (("x",), ()) and torch.equal(whole(z), odd_even(numbers))
