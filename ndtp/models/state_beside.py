@@ -45,7 +45,8 @@ def kept_beside(model: nn.Module) -> Iterator[None]:
     packages = {kind.__module__.partition(".")[0] for part in model.modules() for kind in type(part).__mro__}
     kept.packages = packages - _FOREIGN
     for part in model.modules():
-        kept.look_at(type(part))
+        for kind in type(part).__mro__:  # also those behind a class of somebody else's
+            kept.look_at(kind)
         kept.namespace(vars(part))  # which code may find by a closure, in the place of a copy
         for each in list(vars(part).values()):
             kept.look_at(each)
@@ -105,8 +106,8 @@ class _Kept:
             return self._function(value)
         elif issubclass(kind, type):
             self.namespace(vars(value), partial(type.__setattr__, value), partial(type.__delattr__, value))
-            held = [x.__func__ if type(x) in (staticmethod, classmethod) else x for x in vars(value).values()]
-            return [*held, *value.__bases__]
+            found = [x.__func__ if type(x) in (staticmethod, classmethod) else x for x in vars(value).values()]
+            return [*found, *value.__bases__]
         else:
             own = _attributes_of(value)
             if own is not None and not issubclass(kind, nn.Module):

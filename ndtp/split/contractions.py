@@ -202,9 +202,11 @@ def einsum(func: TorchFunction, *operands: Any) -> Any:
 
 
 @rule(torch.tensordot)
-def tensordot(func: TorchFunction, a: Any, b: Any, dims: Any = 2, out: None = None) -> object:
+def tensordot(
+    func: TorchFunction, a: Tensor, b: Tensor, dims: int | Tensor | Sequence[Sequence[int]] = 2, out: None = None
+) -> object:
     """Sum over the last dims of one operand and the first ones of the other, or over the dims that are named."""
-    if isinstance(dims, Tensor) or not isinstance(a, Tensor) or not isinstance(b, Tensor):
+    if isinstance(dims, Tensor):
         return NotImplemented
     ends = (range(a.dim() - dims, a.dim()), range(dims)) if isinstance(dims, int) else dims
     of_a, of_b = (dims_given(each, x.dim()) for each, x in zip(ends, (a, b), strict=True))

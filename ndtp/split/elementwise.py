@@ -34,7 +34,8 @@ NAMES = (
     "relu6", "remainder", "resolve_conj", "resolve_neg", "round", "rpow", "rrelu_eval", "rsqrt", "rsub", "selu", "sgn",
     "short", "sigmoid", "sign", "signbit", "silu", "sin", "sinc", "sinh", "softplus", "softshrink", "softsign", "sqrt",
     "square", "sub", "subtract", "tan", "tanh", "tanhshrink", "threshold", "to", "to_dense", "true_divide", "truediv",
-    "trunc", "type", "type_as", "where", "xlogy", "xor", "zero", "zeros_like", "full_like", "empty_like", "copy", "alias",
+    "trunc", "type", "type_as", "where", "xlogy", "xor", "zero", "zeros_like", "full_like", "empty_like", "copy",
+    "alias",
 )  # fmt: skip
 # What is infinite at zero, or has an infinite slope there, such as the zeros of padding are.
 SINGULAR = (
