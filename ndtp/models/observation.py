@@ -7,10 +7,9 @@ which layers lead from one of them to another.  Nothing moves, and all ranks see
 from __future__ import annotations
 
 import copy
-import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -29,7 +28,7 @@ from ndtp.models.observed_chains import Chains, Kinds
 from ndtp.models.opened_attention import open_to_see
 from ndtp.models.roles import features, is_linear
 from ndtp.models.run_eagerly import compiled_parts_run_eagerly
-from ndtp.models.state_beside import kept_beside, random_kept
+from ndtp.models.state_beside import kept_beside, random_kept, silent
 from ndtp.nn.parameters import computed_in
 from ndtp.split.elementwise import NAMES, named
 from ndtp.split.tensor import getters
@@ -324,7 +323,7 @@ def _watched(model: nn.Module, args: Any, kwargs: Any, device: Any, gradients: A
         found, watch = Observation(), _Watch()
         hooks = list(_hooked(shadow, watch, found))
         watch.names = {id(p): name for name, p in shadow.named_parameters(remove_duplicate=False)}
-        with mode, watch, _silent(), gradients:
+        with mode, watch, silent(), gradients:
             out = shadow(*args, **kwargs)
             watch.chains.end(out, shadow)
         for hook in hooks:
@@ -342,17 +341,6 @@ def _watched(model: nn.Module, args: Any, kwargs: Any, device: Any, gradients: A
         at = sorted(points)
         found.sections[name] = tuple(b - a for a, b in pairwise(at))
     return found
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Silence torch's logs about code that fails on fake tensors, which is no error here."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 def _width_of(module: nn.Module) -> int:

@@ -202,11 +202,11 @@ class PlainGradients:
             total += reduction_volume(self.mesh.grid, self.axes, (elements,), "wgrad", bucket[0][2].dtype, form)
         return total
 
-    def _take(self, place: int, gradient: Tensor) -> Tensor | None:
+    def _take(self, place: int, gradient: Tensor | None) -> Tensor | None:
         """The hook of a parameter; the gradient that autograd goes on with."""
         name, parameter = self._parameters[place]
         summed = self._taken_up(parameter)
-        if getattr(gradient, "ndtp_is_nothing", False):
+        if gradient is None or getattr(gradient, "ndtp_is_nothing", False):  # autograd has none of what no loss needs
             return summed  # type: ignore[no-any-return]
         if not is_plain(gradient):
             if is_sum(gradient) or "ndtp_set_aside" not in vars(parameter):
@@ -222,7 +222,7 @@ class PlainGradients:
         """The hook of a split parameter with which code outside of layers computes."""
         name, parameter = self._split[place]
         summed = self._taken_up(parameter)
-        if getattr(gradient, "ndtp_is_nothing", False):
+        if gradient is None or getattr(gradient, "ndtp_is_nothing", False):  # as above
             return summed
         if is_sum(gradient) or "ndtp_set_aside" not in vars(parameter):  # no more, since `model.to` moved it
             return None if summed is None else gradient + summed

@@ -9,9 +9,11 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import logging
 import random
 import sys
 import types
+import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -237,6 +239,24 @@ def random_kept(devices: Iterable[object] = ()) -> Iterator[None]:
     finally:
         random.setstate(of_python)
         np.random.set_state(of_numpy)
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Silence torch's logs about code that fails on fake tensors, and the code's warnings: of a call of the user's that
+    call gives them, and inputs that were made up are none of the user's.
+    """
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)  # or those that torch gives once are spent
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.set_warn_always(always)
+        logger.disabled = before
 
 
 def _without_fakes(cache: Any) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import warnings
 
 import torch
 from torch import nn
@@ -98,3 +99,17 @@ class Turning(nn.Module):
 
 def test_a_run_that_failed_for_want_of_gradients_is_made_anew():
     assert observe(Turning(), torch.ones(2, 4)).order == ["first"]
+
+
+class Warns(nn.Sequential):
+    """Warns of what it is called with."""
+
+    def forward(self, x):
+        warnings.warn("a warning of the code's own", stacklevel=2)
+        return super().forward(x)
+
+
+def test_a_run_that_observes_gives_no_warnings_of_the_code():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert observe(Warns(nn.Linear(4, 4)), torch.ones(2, 4)).order == ["0"]

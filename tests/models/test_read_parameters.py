@@ -1,5 +1,7 @@
 """Parameters of layers that a model's forward reads: what it does to them it does to the parameters."""
 
+import copy
+
 import pytest
 import torch
 from products import mesh_of
@@ -121,6 +123,37 @@ def check_inner():
 
 def test_steps_inside_of_a_forward(ranks):
     ranks(2).run(check_inner)
+
+
+class TwoHeads(nn.Module):
+    """Two heads on one input, and a penalty of all weights beside them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.left, self.right = nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(16, 2)
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        return self.left(x), self.right(x), sum(p.abs().mean() for p in self.parameters())
+
+
+def check_unneeded():
+    """A loss that needs one head, and not the penalty, gives the other head no gradients."""
+    mesh = mesh_of(Grid(dp=2, x=2))
+    torch.manual_seed(0)
+    dense, x = TwoHeads(), torch.randn(4, 8)
+    model = ndtp.parallelize(copy.deepcopy(dense), mesh)
+    rows = 2 * mesh.coordinate["dp"]
+    for each, given, parts in ((dense, x, 1), (model, x[rows : rows + 2], 2)):
+        (each(given)[0].square().mean() / parts).backward()
+    for (name, ours), theirs in zip(model.named_parameters(), dense.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None) == name.startswith("right"), name
+        if theirs.grad is not None:
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_head_that_no_loss_needs_has_no_gradients(ranks):
+    ranks(4).run(check_unneeded)
 
 
 def check_plain():
