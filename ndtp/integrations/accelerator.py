@@ -6,6 +6,7 @@ model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,9 @@ from ndtp.integrations.grid_rows import (
     whole,
 )
 from ndtp.integrations.one_program import become_one_program, read_everywhere
+from ndtp.integrations.resuming import same_files
 from ndtp.models.saving import gathered_state
+from ndtp.runtime.crew import crew_of
 from ndtp.runtime.process_grid import ProcessGrid
 
 
@@ -200,7 +203,8 @@ class Accelerator(accelerate.Accelerator):
         """Read what `save_state` wrote on any grid, or accelerate's own with safetensors; the last one where accelerate
         has named them.
         """
-        folder = self._last_folder() if input_dir is None else input_dir
+        folder = self._last_folder() if input_dir is None else os.path.expanduser(input_dir)
+        same_files(crew_of(self.ndtp_mesh), folder, "load_state")
         _each(_read, self._pairs(), Path(folder))
         self._rest(partial(super().load_state, folder, load_kwargs=load_kwargs, **kwargs))
 

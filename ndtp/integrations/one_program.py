@@ -8,13 +8,17 @@ is told of a single process.  The rank stays: rank 0 logs and writes.
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, DistributedType, PartialState
+from accelerate.state import AcceleratorState, DistributedType, PartialState, do_nothing
 
+from ndtp.runtime.points import Point, Speaking, compare
 from ndtp.runtime.process_grid import ProcessGrid
 
+Function: TypeAlias = Callable[..., object]
 PLACE = "ndtp_place"  # in accelerate's state, which goes where that is reset
 
 
@@ -29,12 +33,18 @@ def become_one_program(mesh: ProcessGrid, place: int | None = None) -> None:
     """
     rank = dist.get_rank()
     local = int(os.environ.get("LOCAL_RANK", rank))
-    one = {
+    one: dict[str, object] = {
         "distributed_type": DistributedType.NO,
         "num_processes": 1,
         "process_index": rank,
         "local_process_index": local,
-        "wait_for_everyone": Meeting(mesh),  # instead of the method
+        "wait_for_everyone": Meeting(mesh),  # instead of the method, as these are
+        **{
+            f"on_{name}": partial(_where, f"is_{name}")
+            for name in ("main_process", "local_main_process", "last_process")
+        },
+        "on_process": _on_process,
+        "on_local_process": _on_local_process,
     }
     PartialState._shared_state.pop(PLACE, None)
     AcceleratorState._shared_state.pop(PLACE, None)
@@ -51,6 +61,28 @@ def _place(state: AcceleratorState) -> int:
     if "process_index" not in known:
         raise AttributeError("process_index")  # which accelerate says in its own words
     return int(known.get(PLACE, known["process_index"]))
+
+
+# accelerate's decorators, which run on every process of a program that has one alone, as it is told of this one.  They
+# are found in a state that is pickled.
+
+
+def _where(name: str, function: Function | None = None) -> object:
+    if function is None:
+        return partial(_where, name)
+    return function if getattr(PartialState(), name) else do_nothing
+
+
+def _on_process(function: Function | None = None, process_index: int | None = None) -> object:
+    if function is None:
+        return partial(_on_process, process_index=process_index)
+    return function if PartialState().process_index == process_index else do_nothing
+
+
+def _on_local_process(function: Function | None = None, local_process_index: int | None = None) -> object:
+    if function is None:
+        return partial(_on_local_process, local_process_index=local_process_index)
+    return function if PartialState().local_process_index == local_process_index else do_nothing
 
 
 def read_everywhere(accelerator: Any) -> None:
@@ -70,8 +102,15 @@ class Meeting:
         self.mesh = mesh
 
     def __call__(self) -> None:
-        if self.mesh is not None and self.mesh.grid.num_ranks > 1:
-            dist.barrier(group=self.mesh.group(self.mesh.grid.nontrivial(self.mesh.grid.names)))
+        mesh, what = self.mesh, "meeting in wait_for_everyone"
+        if mesh is None or mesh.grid.num_ranks == 1:
+            return
+        conversation = mesh.groups.conversation() if mesh.check is not False else None
+        if conversation is None:
+            dist.barrier(group=mesh.group(mesh.grid.nontrivial(mesh.grid.names)))
+            return
+        with Speaking(conversation, what):  # which names ranks that are elsewhere, and for which this one would wait
+            compare(mesh, conversation, Point(what, None))
 
     def __deepcopy__(self, memo: object) -> Meeting:
         return self

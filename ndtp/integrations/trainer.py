@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
+from transformers.trainer_utils import TrainOutput
 
+from ndtp.checkpoints.folder import complete
 from ndtp.checkpoints.training_state import load, save
 from ndtp.errors import LayoutError
 from ndtp.integrations.grid_rows import (
@@ -35,10 +37,10 @@ from ndtp.integrations.grid_rows import (
 from ndtp.integrations.metrics import agree_on_metrics
 from ndtp.integrations.one_program import become_one_program, read_everywhere
 from ndtp.integrations.proof import Proof, loss_of, proved_outside, refuse_sums_of_steps, rounding_of
+from ndtp.integrations.resuming import SCHEDULER, STATE, checkpoint_of, same_files
 from ndtp.models.state_entries import mesh_of_model
+from ndtp.runtime.crew import crew_of
 from ndtp.runtime.process_grid import ProcessGrid
-
-STATE, SCHEDULER = "ndtp", "scheduler.pt"  # of a checkpoint's folder
 
 
 class GridTrainerMixin:
@@ -110,6 +112,23 @@ class GridTrainerMixin:
     def call_model_init(self, trial: object = None) -> nn.Module:
         model = super().call_model_init(trial)  # type: ignore[misc]
         return model if self._ndtp_mesh is None else self._on_grid(model.to(self.args.device))  # type: ignore[attr-defined]
+
+    def train(self, resume_from_checkpoint: object = None, *rest: object, **kwargs: object) -> TrainOutput:
+        """Train; `resume_from_checkpoint=True` goes on from the last checkpoint that is whole.
+
+        Raises:
+            CheckpointError: no such checkpoint, or ranks find other ones; the same on every rank.
+        """
+        if self._ndtp_mesh is not None and resume_from_checkpoint not in (None, False):
+            output = self.args.output_dir  # type: ignore[attr-defined]
+            resume_from_checkpoint = checkpoint_of(crew_of(self._ndtp_mesh), resume_from_checkpoint, output)
+        return super().train(resume_from_checkpoint, *rest, **kwargs)  # type: ignore[misc]
+
+    def _load_best_model(self) -> None:
+        if self._ndtp_mesh is not None:
+            best = self.state.best_model_checkpoint  # type: ignore[attr-defined]
+            same_files(crew_of(self._ndtp_mesh), best, "load_best_model_at_end")
+        super()._load_best_model()  # type: ignore[misc]
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         batch = super()._prepare_inputs(inputs)  # type: ignore[misc]
@@ -202,7 +221,7 @@ class GridTrainerMixin:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))  # type: ignore[attr-defined]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not (Path(checkpoint) / STATE).is_dir():
+        if checkpoint is None or not complete(Path(checkpoint) / STATE).is_dir():
             return super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         load(self.model, _bare(self.optimizer), Path(checkpoint) / STATE)  # type: ignore[attr-defined]
         state = torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True)

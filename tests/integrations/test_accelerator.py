@@ -15,6 +15,7 @@ from test_trainer import OfOnesOwn, images, llama, rows, under_torchrun
 
 from ndtp.errors import LayoutError, MismatchError
 from ndtp.integrations import Accelerator
+from ndtp.testing import RankError
 
 
 def made(mixed_precision="no", **sizes):
@@ -127,13 +128,47 @@ def check_precision():
         model(torch.arange(24).view(4, 6), torch.ones(32))
 
 
+def check_who_runs(folder):
+    """What accelerate's decorators name runs on that rank alone, and trackers write on one."""
+    accelerator, rank = made(x=2), dist.get_rank()
+    decorators = [
+        accelerator.on_main_process, accelerator.on_local_main_process, accelerator.on_last_process,
+        accelerator.on_process(process_index=1), accelerator.on_local_process(local_process_index=0),
+    ]  # fmt: skip
+    assert [decorator(lambda: 1)() for decorator in decorators] == [[1, 1, 1, None, 1], [None, None, None, 1, None]][
+        rank
+    ]
+    AcceleratorState._reset_state(reset_partial_state=True)
+    mine = folder / str(rank)
+    tracked = Accelerator(ndtp_grid="x=2", cpu=True, log_with="tensorboard", project_dir=str(mine))
+    tracked.init_trackers("run")
+    tracked.log({"loss": 1.0})
+    tracked.end_training()
+    assert any(mine.rglob("events*")) == (rank == 0)
+
+
+def check_alone(folder):
+    """What all ranks have to call, under an `if` of the main process, for which the others wait."""
+    accelerator = made(x=2)
+    accelerator.prepare(llama())
+    if accelerator.is_main_process:
+        accelerator.save_state(folder / "state")
+    accelerator.wait_for_everyone()
+
+
 def run(check, *arguments):
     with under_torchrun():
         check(*arguments)
 
 
-def test_ranks_wait_for_each_other(ranks, tmp_path):
-    ranks(2).run(run, check_meetings, tmp_path)
+@pytest.mark.parametrize("check", [check_meetings, check_who_runs])
+def test_ranks_wait_for_each_other(ranks, tmp_path, check):
+    ranks(2).run(run, check, tmp_path)
+
+
+def test_a_save_on_one_rank_is_named_where_the_others_wait(ranks, tmp_path):
+    with pytest.raises(RankError, match=r"rank 0 is in all_gather of save: .* rank 1 is at the .*wait_for_everyone"):
+        ranks(2).run(run, check_alone, tmp_path)
 
 
 @pytest.mark.parametrize("check", [check_rows, check_two_models, check_batches, check_precision])
